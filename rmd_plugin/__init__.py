@@ -17,11 +17,13 @@ _EXPORTS = {
     "Moments": "moments",
     "NumericalWarning": "functional",
     "PartialMahalanobis": "detectors",
+    "load_detector": "base",
 }
 
-__all__ = [*_EXPORTS, "__version__"]  # noqa: PLE0604
+__all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
+    from rmd_plugin.base import load_detector
     from rmd_plugin.detectors import RMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis
     from rmd_plugin.functional import NumericalWarning
     from rmd_plugin.moments import ClassMoments, Moments

@@ -1,0 +1,1 @@
+"""The only configs that other Hydra apps see."""

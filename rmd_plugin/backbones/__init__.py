@@ -1,0 +1,1 @@
+"""Backbones: one file per family of networks."""

@@ -1,0 +1,1 @@
+"""Benchmarks: one file per OOD benchmark, each a ``pytorch_ood.benchmark.Benchmark``."""

@@ -1,0 +1,1 @@
+"""Commands: compose a config, instantiate, call, write. No maths."""

@@ -1,0 +1,1 @@
+"""Hydra search-path plugin: makes our shared configs visible to other apps."""

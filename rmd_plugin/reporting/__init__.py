@@ -1,0 +1,1 @@
+"""Reporting: rows -> tables, figures and pages. Knows rows, not tensors or models."""

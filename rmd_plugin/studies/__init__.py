@@ -1,0 +1,1 @@
+"""Studies: the paper's tables and figures, parameters -> rows."""
