@@ -132,7 +132,7 @@ class StatefulDetector(FeaturesDetector):
             RequiresFittingException: if the detector was not fitted.
             ValueError: if the shape of the features does not fit.
         """
-        return self._map_chunks(z, lambda module, rows: module(rows), ())
+        return self._map_chunks(z, lambda module, rows: module(rows))
 
     def class_scores(self, z: Tensor) -> Tensor:
         """Score of every class, whose minimum over the classes is the outlier score.
@@ -151,7 +151,7 @@ class StatefulDetector(FeaturesDetector):
                 return scores
             return scores.new_full((len(rows), total), torch.inf).index_copy_(1, classes, scores)
 
-        return self._map_chunks(z, score, (total,))
+        return self._map_chunks(z, score)
 
     def nearest_class(self, z: Tensor) -> Tensor:
         """Label of the class with the smallest score.
@@ -164,10 +164,10 @@ class StatefulDetector(FeaturesDetector):
         """
         classes = self._require_classes()
         # inside a chunk: the (B, K) scores of all samples never exist at once
-        nearest = self._map_chunks(z, lambda m, rows: m.class_scores(rows).argmin(1), ())  # type: ignore[operator]
+        nearest = self._map_chunks(z, lambda m, rows: m.class_scores(rows).argmin(1))  # type: ignore[operator]
         return classes[nearest]
 
-    def _map_chunks(self, z: Tensor, score: Callable[[nn.Module, Tensor], Tensor], tail: tuple[int, ...]) -> Tensor:
+    def _map_chunks(self, z: Tensor, score: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
         """Apply the scoring module to row chunks that fit the cache (or, on a GPU, its memory)."""
         self._require_fit()
         check_features(z, self.num_features)
@@ -180,10 +180,7 @@ class StatefulDetector(FeaturesDetector):
         rows = max(64, budget // max(self.num_features, self.n_classes, 1))
         # autocast would run the matrix products in half precision
         with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
-            parts = [score(module, part) for part in z.split(rows)] if len(z) else []
-            if not parts:
-                return z.new_empty((0, *tail), dtype=result)
-            scores = torch.cat(parts) if len(parts) > 1 else parts[0]
+            scores = torch.cat([score(module, part) for part in z.split(rows)])
             return scores.to(result) if scores.is_floating_point() else scores
 
     def _module(self, dtype: torch.dtype) -> nn.Module:

@@ -166,9 +166,7 @@ class GaussianDetector(StatefulDetector):
         Returns:
             Terms of shape (B, q), where q is the number of directions.
         """
-        self._require_fit()
-        width = len(self._state["weights"])
-        return self._map_chunks(z, lambda m, rows: m.contributions(rows), (width,))  # type: ignore[operator]
+        return self._map_chunks(z, lambda module, rows: module.contributions(rows))  # type: ignore[operator]
 
     def _build_module(self, dtype: torch.dtype) -> nn.Module:
         return QuadraticScore(self._state, dtype, normalize=self._fitted_options["normalize"])

@@ -6,6 +6,7 @@ knows detectors, encoders or OOD data; labels below zero are skipped because the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -326,8 +327,12 @@ class ClassMoments(Metric):
         if not isinstance(incoming_state, ClassMoments):
             raise ValueError(f"expected another ClassMoments to merge, got {type(incoming_state).__name__}.")
         if incoming_state._started():
-            merged = incoming_state._state().to(self.device)
-            self._set_state(self._state() + merged if self._started() else merged.with_classes(len(self.counts) or 1))
+            own, other = self._state(), incoming_state._state().to(self.device)
+            self._set_state(
+                own + other if own.num_features else other.with_classes(max(own.num_classes, other.num_classes))
+            )
+            self._update_count += incoming_state._update_count
+            self._computed = None
 
     def _started(self) -> bool:
         return bool(self.counts.any())
@@ -389,7 +394,15 @@ class ClassMoments(Metric):
     def _wrap_compute(self, compute: Callable[[], Moments]) -> Callable[[], Moments]:
         # torchmetrics squeezes every tensor inside a result, and refuses frozen dataclasses: show it a closed box
         wrapped = super()._wrap_compute(lambda: _Box(compute()))
-        return wraps(compute)(lambda: wrapped().content)
+
+        @wraps(compute)
+        def unpacked() -> Moments:
+            with warnings.catch_warnings():
+                # a rank without data is nothing to warn about, and without any data compute() has its own error
+                warnings.filterwarnings("ignore", message="The ``compute`` method of metric ClassMoments")
+                return wrapped().content
+
+        return unpacked
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
         self._computed = self._forward_cache = None

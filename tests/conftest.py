@@ -1,0 +1,38 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def blobs():
+    """Training features, labels and a mixed set of test features, float64: 5 correlated classes in 12 dimensions."""
+    return make_blobs()
+
+
+def make_blobs(num_classes=5, width=12, per_class=60, separation=1.5, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    mix, centres = normal(width, width), separation * normal(num_classes, width)
+    y = torch.arange(num_classes * per_class) % num_classes
+    z = (normal(len(y), width) + centres[y]) @ mix + 3.0
+    inlier = (normal(40, width) + centres[torch.arange(40) % num_classes]) @ mix + 3.0
+    outlier = 2.0 * normal(40, width) @ mix
+    return z.to(dtype), y, torch.cat([inlier, outlier]).to(dtype)
+
+
+@pytest.fixture(scope="session")
+def data_dir():
+    path = os.environ.get("RMD_DATA_DIR")
+    if not path or not Path(path).is_dir():
+        pytest.skip("set RMD_DATA_DIR to the folder with the real data")
+    return Path(path)

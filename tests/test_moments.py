@@ -1,0 +1,270 @@
+import io
+from dataclasses import FrozenInstanceError
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from conftest import make_blobs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rmd_plugin import ClassMoments, Moments
+
+FIELDS = ("counts", "means", "covariance", "background_mean", "background_covariance", "between_covariance")
+
+
+def collect(z, y, *, batch=None, **options):
+    metric = ClassMoments(**options)
+    for rows, labels in zip(z.split(batch or len(z)), y.split(batch or len(y)), strict=True):
+        metric.update(rows, labels)
+    return metric.compute()
+
+
+def assert_same(a, b, rtol=1e-10, atol=1e-10):
+    for field in FIELDS:
+        torch.testing.assert_close(getattr(a, field), getattr(b, field), rtol=rtol, atol=atol, equal_nan=True)
+
+
+def test_moments_equal_the_textbook(blobs):
+    z, y, _ = blobs
+    moments = collect(z, y, batch=17)
+    means, sigma, mu_0, sigma_0, between = oracle.moments(z, y)
+    np.testing.assert_allclose(moments.means, np.stack([means[k] for k in sorted(means)]), rtol=1e-12)
+    np.testing.assert_allclose(moments.covariance, sigma, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(moments.background_mean, mu_0, rtol=1e-12)
+    np.testing.assert_allclose(moments.background_covariance, sigma_0, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(moments.between_covariance, between, rtol=1e-11, atol=1e-11)
+
+
+def test_background_covariance_is_within_plus_between(blobs):
+    moments = collect(*blobs[:2])
+    torch.testing.assert_close(moments.background_covariance, moments.covariance + moments.between_covariance)
+
+
+def test_diagonal_moments_are_the_diagonal_of_the_full_ones(blobs):
+    z, y, _ = blobs
+    full, diagonal = collect(z, y), collect(z, y, diagonal=True)
+    assert diagonal.second.shape == (12,)
+    for field in ("covariance", "background_covariance", "between_covariance"):
+        torch.testing.assert_close(getattr(diagonal, field), getattr(full, field).diagonal())
+    assert_same(full.to_diagonal(), diagonal)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, 119), max_size=5),
+    seed=st.integers(0, 2**16),
+    offset=st.sampled_from([0.0, 100.0, 1e4]),
+    diagonal=st.booleans(),
+)
+def test_any_split_in_any_order_gives_the_same_moments(cuts, seed, offset, diagonal):
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(120, 4, generator=generator, dtype=torch.float64) + offset
+    y = torch.randint(-1, 5, (120,), generator=generator)
+    whole = collect(z, y, num_classes=5, diagonal=diagonal)
+    order = torch.randperm(120, generator=generator)
+    parts = [part for part in order.tensor_split(sorted(cuts)) if (y[part] >= 0).any()]
+    streamed = ClassMoments(num_classes=5, diagonal=diagonal)
+    for part in parts:
+        streamed.update(z[part], y[part])
+    assert_same(streamed.compute(), whole, atol=1e-9)
+    assert_same(sum(collect(z[part], y[part], diagonal=diagonal) for part in parts).with_classes(5), whole, atol=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**16), scale=st.floats(1e-3, 1e3), shift=st.floats(-1e3, 1e3))
+def test_moments_follow_affine_maps(seed, scale, shift):
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(50, 3, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 3, (50,), generator=generator)
+    plain, mapped = collect(z, y, num_classes=3), collect(scale * z + shift, y, num_classes=3)
+    torch.testing.assert_close(mapped.means, scale * plain.means + shift, equal_nan=True, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(mapped.covariance, scale**2 * plain.covariance, rtol=1e-7, atol=1e-9 * scale**2)
+
+
+def test_float32_features_of_mean_1e4_keep_their_covariance():
+    z = torch.randn(500, 6) + 1e4
+    y = torch.arange(500) % 3
+    _, sigma, *_ = oracle.moments(z, y)
+    np.testing.assert_allclose(collect(z, y, batch=32).covariance, sigma, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_features_are_summed_in_float64(dtype):
+    z, y, _ = make_blobs(dtype=dtype)
+    assert_same(collect(z, y, batch=7), collect(z.double(), y))
+    assert collect(z, y).second.dtype == torch.float64
+
+
+def test_negative_labels_are_ignored(blobs):
+    z, y, x = blobs
+    mixed = collect(torch.cat([z, x]), torch.cat([y, torch.full((len(x),), -1)]))
+    assert_same(mixed, collect(z, y))
+
+
+def test_sizes_are_inferred_and_grow_with_the_labels():
+    metric = ClassMoments()
+    metric.update(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
+    metric.update(torch.randn(2, 3), torch.tensor([4, -1]))
+    moments = metric.compute()
+    assert (moments.num_classes, moments.num_features, moments.num_samples) == (5, 3, 5)
+    assert moments.counts.tolist() == [2, 2, 0, 0, 1]
+    assert moments.means[2].isnan().all()
+
+
+def test_empty_and_all_ood_batches_change_nothing(blobs):
+    z, y, _ = blobs
+    metric = ClassMoments()
+    metric.update(z[:0], y[:0])
+    metric.update(z[:5], torch.full((5,), -3))
+    metric.update(z, y)
+    metric.update(z[:0], y[:0])
+    assert_same(metric.compute(), collect(z, y))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_batch_with_bad_values_is_refused_whole(blobs, bad):
+    z, y, _ = blobs
+    metric = ClassMoments()
+    metric.update(z, y)
+    broken = z.clone()
+    broken[3, 2] = broken[3, 4] = broken[7, 1] = bad
+    nan, inf = (3, 0) if bad != bad else (0, 3)
+    with pytest.raises(
+        ValueError, match=f"batch 1 has {nan} NaN and {inf} infinite feature values in 2 of 300 samples"
+    ):
+        metric.update(broken, y)
+    assert_same(metric.compute(), collect(z, y), rtol=0, atol=0)
+
+
+def test_bad_values_of_ood_samples_do_not_matter(blobs):
+    z, y, _ = blobs
+    broken, labels = torch.cat([z, torch.full((1, 12), torch.nan)]), torch.cat([y, torch.tensor([-1])])
+    assert_same(collect(broken, labels), collect(z, y))
+
+
+@pytest.mark.parametrize(
+    ("features", "labels", "error", "message"),
+    [
+        (torch.zeros(4, 3), torch.zeros(4), TypeError, "integer tensor, got torch.float32"),
+        (torch.zeros(4, 3), torch.zeros(3).long(), ValueError, r"shape \(4,\), one per sample, got \(3,\)"),
+        (torch.zeros(4, 3), torch.zeros(4, 1).long(), ValueError, r"got \(4, 1\)"),
+        (torch.zeros(4, 3), [0, 0, 0, 0], TypeError, "integer tensor, got list"),
+        (torch.zeros(4, 3).long(), torch.zeros(4).long(), TypeError, "floating-point"),
+        (torch.zeros(4, 5, 3), torch.zeros(4).long(), ValueError, "Pool tokens"),
+        (torch.zeros(4, 3), torch.tensor([0, 1, 2, 7]), ValueError, "below num_classes=5, got 7"),
+        (torch.zeros(4, 2), torch.zeros(4).long(), ValueError, r"shape \(B, 3\), got \(4, 2\)"),
+    ],
+)
+def test_malformed_batches_are_refused_with_a_reason(features, labels, error, message):
+    with pytest.raises(error, match=message):
+        ClassMoments(num_classes=5, num_features=3).update(features, labels)
+
+
+def test_a_label_that_looks_like_an_identifier_is_refused():
+    with pytest.raises(ValueError, match="would mean 123456790 classes"):
+        ClassMoments().update(torch.zeros(1, 2), torch.tensor([123456789]))
+
+
+def test_nothing_seen_is_an_error():
+    metric = ClassMoments()
+    metric.update(torch.zeros(3, 2), torch.tensor([-1, -1, -2]))
+    with pytest.raises(ValueError, match="no in-distribution sample"):
+        metric.compute()
+
+
+@pytest.mark.parametrize("sizes", [{"num_classes": 0}, {"num_features": -1}])
+def test_sizes_must_be_positive(sizes):
+    with pytest.raises(ValueError, match="must be a positive integer"):
+        ClassMoments(**sizes)
+
+
+def test_moments_of_different_kinds_do_not_add_up(blobs):
+    z, y, _ = blobs
+    with pytest.raises(ValueError, match="num_features=12 and num_features=3"):
+        collect(z, y) + collect(z[:, :3], y)
+    with pytest.raises(ValueError, match="diagonal"):
+        collect(z, y) + collect(z, y, diagonal=True)
+    with pytest.raises(ValueError, match="normalized"):
+        collect(z, y) + collect(z, y, normalize=True)
+
+
+def test_moments_are_frozen_and_survive_a_file(blobs, tmp_path):
+    moments = collect(*blobs[:2])
+    with pytest.raises(FrozenInstanceError):
+        moments.counts = torch.zeros(1)
+    buffer = io.BytesIO()
+    torch.save(moments, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    assert isinstance(loaded, Moments)
+    assert_same(loaded, moments, rtol=0, atol=0)
+    moments.save(tmp_path / "moments.pt")
+    assert_same(Moments.load(tmp_path / "moments.pt"), moments, rtol=0, atol=0)
+    torch.save(torch.zeros(1), tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="holds a Tensor"):
+        Moments.load(tmp_path / "other.pt")
+
+
+def test_reset_forgets_everything(blobs):
+    z, y, x = blobs
+    metric = ClassMoments()
+    metric.update(x[:, :4], torch.zeros(len(x)).long())
+    metric.reset()
+    metric.update(z, y)
+    assert_same(metric.compute(), collect(z, y))
+
+
+def test_forward_returns_the_moments_of_the_batch(blobs):
+    z, y, _ = blobs
+    metric = ClassMoments()
+    assert metric(z[:50], y[:50]).num_samples == 50
+    metric(z[50:], y[50:])
+    assert_same(metric.compute(), collect(z, y))
+
+
+def test_accumulators_merge(blobs):
+    z, y, _ = blobs
+    first, second, empty = ClassMoments(), ClassMoments(), ClassMoments()
+    first.update(z[:100], y[:100])
+    second.update(z[100:], y[100:])
+    first.merge_state(empty)
+    first.merge_state(second)
+    assert_same(first.compute(), collect(z, y))
+    empty.merge_state(first)
+    assert_same(empty.compute(), collect(z, y))
+
+
+def test_a_single_feature_keeps_its_shape():
+    moments = collect(torch.randn(10, 1), torch.zeros(10).long())
+    assert moments.covariance.shape == (1, 1)
+    assert moments.counts.shape == (1,)
+
+
+def test_states_stay_float64_inside_a_half_precision_parent(blobs):
+    z, y, _ = blobs
+    parent = nn.ModuleDict({"moments": ClassMoments(), "layer": nn.Linear(2, 2)})
+    parent["moments"].update(z[:100], y[:100])
+    parent.to(torch.bfloat16)
+    parent["moments"].update(z[100:], y[100:])
+    assert parent["layer"].weight.dtype == torch.bfloat16
+    assert_same(parent["moments"].compute(), collect(z, y))
+
+
+def test_updates_may_cross_the_border_of_inference_mode(blobs):
+    z, y, _ = blobs
+    metric = ClassMoments()
+    with torch.inference_mode():
+        metric.update(z[:100] + 0.0, y[:100])
+    metric.update(z[100:], y[100:])
+    assert_same(metric.compute(), collect(z, y))
+
+
+def test_normalized_moments_are_those_of_unit_vectors(blobs):
+    z, y, _ = blobs
+    moments = collect(z, y, normalize=True)
+    assert moments.normalized
+    unit = collect(nn.functional.normalize(z, dim=1), y)
+    torch.testing.assert_close(moments.covariance, unit.covariance)
