@@ -1,1 +1,62 @@
-"""Benchmarks: one file per OOD benchmark, each a ``pytorch_ood.benchmark.Benchmark``."""
+"""Benchmarks: each a ``pytorch_ood.benchmark.Benchmark`` with clean fit sets, near and far OOD sets and a fingerprint.
+
+The names are resolved on first use, so importing this package does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+# public name -> module that defines it
+_EXPORTS = {
+    "CIFAR100vsCIFAR10": "cifar",
+    "CIFAR10vsCIFAR100": "cifar",
+    "CLINC150": "clinc",
+    "ChecksumError": "errors",
+    "DataFormatError": "errors",
+    "DataNotFoundError": "errors",
+    "Digits": "digits",
+    "DownloadError": "errors",
+    "Features": "features",
+    "Genomics": "genomics",
+    "OODBenchmark": "base",
+    "Simulation": "simulation",
+    "Split": "base",
+}
+
+__all__ = [
+    "CLINC150",
+    "CIFAR10vsCIFAR100",
+    "CIFAR100vsCIFAR10",
+    "ChecksumError",
+    "DataFormatError",
+    "DataNotFoundError",
+    "Digits",
+    "DownloadError",
+    "Features",
+    "Genomics",
+    "OODBenchmark",
+    "Simulation",
+    "Split",
+]
+
+if TYPE_CHECKING:
+    from .base import OODBenchmark, Split
+    from .cifar import CIFAR10vsCIFAR100, CIFAR100vsCIFAR10
+    from .clinc import CLINC150
+    from .digits import Digits
+    from .errors import ChecksumError, DataFormatError, DataNotFoundError, DownloadError
+    from .features import Features
+    from .genomics import Genomics
+    from .simulation import Simulation
+
+
+def __getattr__(name: str) -> object:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Public names: {', '.join(__all__)}.")
+    value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

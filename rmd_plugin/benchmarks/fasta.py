@@ -1,0 +1,97 @@
+"""FASTA genomes as arrays of base ids, plain or gzip-compressed."""
+
+import gzip
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from .errors import DataFormatError
+
+BASES = "ACGT"
+OTHER = len(BASES)  # any IUPAC letter that is not one of the four bases
+_BAD, _BREAK = 255, 254
+_GZIP_MAGIC = b"\x1f\x8b"
+_CHUNK = 1 << 20
+
+
+def _codes() -> np.ndarray:
+    table = np.full(256, _BAD, dtype=np.uint8)
+    for letter in "RYSWKMBDHVNX-":
+        table[[ord(letter), ord(letter.lower())]] = OTHER
+    for code, letter in enumerate(BASES):
+        table[[ord(letter), ord(letter.lower())]] = code
+    table[[ord("U"), ord("u")]] = BASES.index("T")  # RNA spells thymine's place as uracil
+    table[[ord("\n"), ord("\r")]] = _BREAK
+    return table
+
+
+CODES = _codes()
+
+
+def encode_bases(letters: bytes) -> np.ndarray:
+    """Base ids of a DNA string: A, C, G, T = 0..3, other IUPAC letters 4, anything else 254 or 255.
+
+    Args:
+        letters: ASCII letters, upper or lower case.
+
+    Returns:
+        Ids of shape (len(letters),), uint8.
+    """
+    return CODES[np.frombuffer(letters, dtype=np.uint8)]
+
+
+def read_fasta(path: str | Path, *, max_bytes: int = 1 << 30) -> dict[str, np.ndarray]:
+    """Sequences of a FASTA file.
+
+    Args:
+        path: the file; gzip is recognised by its content, not by its name.
+        max_bytes: largest unpacked size to accept.
+
+    Returns:
+        First word of each header -> base ids of shape (L,), uint8, values 0..4.
+
+    Raises:
+        DataFormatError: the file is truncated, is no FASTA, has a letter that is no base, or an empty or doubled
+            sequence. The offset counts bytes of the unpacked text.
+    """
+    text = _unpack(Path(path), max_bytes)
+    if not text.startswith(b">"):
+        raise DataFormatError(path, f"is not FASTA: it starts with {text[:12]!r}, '>' is expected", 0)
+    found: dict[str, np.ndarray] = {}
+    start = 0
+    while start < len(text):
+        line_end = text.find(b"\n", start)
+        if line_end < 0:
+            raise DataFormatError(path, "truncated: a header without a sequence", start)
+        words = text[start + 1 : line_end].split(maxsplit=1)
+        name = words[0].decode("utf-8", "replace") if words else ""
+        next_record = text.find(b"\n>", line_end)
+        stop = len(text) if next_record < 0 else next_record + 1
+        codes = encode_bases(text[line_end + 1 : stop])
+        bad = np.flatnonzero(codes == _BAD)
+        if len(bad):
+            place = line_end + 1 + int(bad[0])
+            raise DataFormatError(path, f"{text[place : place + 1]!r} is no base letter (sequence {name!r})", place)
+        sequence = codes[codes != _BREAK]
+        if not name or len(sequence) == 0 or name in found:
+            why = "has no name" if not name else "occurs twice" if name in found else "is empty"
+            raise DataFormatError(path, f"the sequence {name!r} {why}", start)
+        found[name] = sequence
+        start = stop
+    return found
+
+
+def _unpack(path: Path, max_bytes: int) -> bytes:
+    with open(path, "rb") as stream:
+        packed = stream.read(2) == _GZIP_MAGIC
+    text = bytearray()
+    try:
+        with gzip.open(path, "rb") if packed else open(path, "rb") as source:
+            while len(text) <= max_bytes and (chunk := source.read(_CHUNK)):
+                text += chunk
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataFormatError(path, f"the gzip stream is truncated or damaged: {error}", len(text)) from None
+    if len(text) > max_bytes:
+        raise DataFormatError(path, f"unpacks to more than the {max_bytes} bytes expected of a genome", max_bytes)
+    return bytes(text)

@@ -1,0 +1,260 @@
+"""Reads cut from whole genomes, with no overlap between training and testing.
+
+Every genome is cut into blocks; a block belongs to one role (train, val or test) and reads never cross its borders,
+from which half the gap is trimmed on either side. Where a genus has several genomes, the last one listed is kept
+for testing and the blocks of the others are shared by train and val; otherwise the blocks of its only genome are
+shared by all three roles. On top of that no read of val or test occurs in the training reads, on either strand: repeats
+and genes that two genomes have in common would otherwise leak.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from .errors import DataFormatError, DataNotFoundError
+from .fasta import OTHER, read_fasta
+from .files import read_text, safe_name
+from .splits import stream
+
+ROLES = ("train", "val", "test")
+_COLUMNS = ["file", "genus", "role", "kingdom"]
+_MAX_DRAWS = 50
+
+
+@dataclass(frozen=True)
+class Genome:
+    """One line of ``classes.tsv``."""
+
+    file: str
+    genus: str
+    role: Literal["id", "ood"]
+    kingdom: str
+
+
+@dataclass(frozen=True)
+class Region:
+    """A stretch of one sequence in which reads may lie entirely."""
+
+    file: str
+    sequence: str
+    start: int
+    stop: int
+
+
+@dataclass
+class Cut:
+    """Reads of one role and where they come from.
+
+    Attributes:
+        reads: base ids, shape (N, L), uint8.
+        genera: genus of each read, index into the list of genera asked for, shape (N,).
+        places: (file, sequence, start) of each read.
+    """
+
+    reads: np.ndarray
+    genera: np.ndarray
+    places: list[tuple[str, str, int]]
+
+
+def read_classes(path: str | Path) -> list[Genome]:
+    """Genomes listed in a ``classes.tsv``: columns file, genus, role (``id`` or ``ood``), kingdom.
+
+    Raises:
+        DataFormatError: the table is not of that form, or a file name leads out of the folder.
+    """
+    text = read_text(path, max_bytes=1 << 24)
+    lines = text.splitlines()
+    if not lines or lines[0].split("\t") != _COLUMNS:
+        raise DataFormatError(path, f"the first line must be the columns {_COLUMNS}, separated by tabs", 0)
+    genomes: list[Genome] = []
+    roles: dict[str, str] = {}
+    for number, line in enumerate(lines[1:], start=2):
+        cells = line.split("\t")
+        if len(cells) != len(_COLUMNS) or not all(cells):
+            raise DataFormatError(path, f"line {number}: {len(_COLUMNS)} non-empty cells are expected, got {line!r}")
+        file, genus, role, kingdom = cells
+        if role not in ("id", "ood") or roles.setdefault(genus, role) != role:
+            raise DataFormatError(path, f"line {number}: role {role!r}; one of id and ood, the same within {genus}")
+        if any(genome.file == file for genome in genomes):
+            raise DataFormatError(path, f"line {number}: {file!r} is listed twice")
+        genomes.append(Genome(safe_name(file, path), genus, role, kingdom))  # type: ignore[arg-type]
+    if not {"id", "ood"} <= set(roles.values()):
+        raise DataFormatError(path, "lists no in-distribution or no OOD genome")
+    return genomes
+
+
+class GenomeFolder:
+    """A folder of FASTA genomes with a ``classes.tsv``, from which reads are cut by seed.
+
+    Args:
+        folder: the folder.
+        read_length: bases per read, L.
+        block: bases per block of the train/val/test partition.
+        gap: bases between the reads of neighbouring blocks.
+        val_fraction: share of the blocks of a genome for validation.
+        test_fraction: share of the blocks for testing, where a genus has one genome only.
+        seed: seed of the partition and of the reads.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        read_length: int = 250,
+        block: int = 20_000,
+        gap: int = 500,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.2,
+        seed: int = 0,
+    ) -> None:
+        self.folder = Path(folder)
+        if read_length < 1 or gap < 0 or block < read_length + gap:
+            raise ValueError(
+                f"block must be at least read_length + gap; got block={block}, read_length={read_length}, gap={gap}"
+            )
+        if min(val_fraction, test_fraction) <= 0 or val_fraction + test_fraction >= 1:
+            raise ValueError(f"val_fraction and test_fraction must leave a rest, got {val_fraction}, {test_fraction}")
+        self.read_length, self.block, self.gap, self.seed = read_length, block, gap, seed
+        self.val_fraction, self.test_fraction = val_fraction, test_fraction
+        self.genomes = read_classes(self.folder / "classes.tsv")
+        missing = [genome.file for genome in self.genomes if not (self.folder / genome.file).is_file()]
+        if missing:
+            raise DataNotFoundError(
+                f"{len(missing)} genomes listed in {self.folder / 'classes.tsv'} are not in that folder, such as "
+                f"{missing[0]!r}. Add them or remove their lines."
+            )
+        self._sequences = {
+            genome.file: read_fasta(self.folder / genome.file)
+            for genome in tqdm(self.genomes, desc="genomes", unit="file", leave=False, disable=None)
+        }
+
+    def genera(self, role: str) -> list[str]:
+        """Sorted genera of a role, ``id`` or ``ood``."""
+        return sorted({genome.genus for genome in self.genomes if genome.role == role})
+
+    def regions(self, genus: str) -> dict[str, list[Region]]:
+        """Regions of an in-distribution genus for each of train, val and test."""
+        files = [genome.file for genome in self.genomes if genome.genus == genus]
+        parts: dict[str, list[Region]] = {role: [] for role in ROLES}
+        kept = files[-1:] if len(files) > 1 else []
+        for file in kept:
+            parts["test"] += self._blocks(file)
+        for file in (file for file in files if file not in kept):
+            blocks = self._blocks(file)
+            order = stream(self.seed, "blocks", file).permutation(len(blocks))
+            shares = {"val": self.val_fraction} if kept else {"val": self.val_fraction, "test": self.test_fraction}
+            taken = 0
+            for role, share in shares.items():
+                count = max(1, round(share * len(blocks)))
+                parts[role] += [blocks[index] for index in np.sort(order[taken : taken + count])]
+                taken += count
+            parts["train"] += [blocks[index] for index in np.sort(order[taken:])]
+        for role, found in parts.items():
+            if not found:
+                raise DataFormatError(
+                    self.folder / files[0],
+                    f"too short: no block of {self.block} bases is left for {role} of {genus}. Use a smaller block.",
+                )
+        return parts
+
+    def _blocks(self, file: str) -> list[Region]:
+        """Blocks of all sequences of a genome, trimmed by half the gap at borders shared with another block."""
+        regions = []
+        for name, codes in self._sequences[file].items():
+            # nearly equal blocks instead of a short last one
+            count = max(1, round(len(codes) / self.block))
+            edges = np.linspace(0, len(codes), count + 1).astype(int)
+            for number in range(count):
+                start = int(edges[number]) + (0 if number == 0 else self.gap - self.gap // 2)
+                stop = int(edges[number + 1]) - (0 if number == count - 1 else self.gap // 2)
+                if stop - start >= self.read_length:
+                    regions.append(Region(file, name, start, stop))
+        return regions
+
+    def cut_known(self, counts: dict[str, int]) -> dict[str, Cut]:
+        """Reads of the in-distribution genera.
+
+        Args:
+            counts: reads per genus for each of train, val and test.
+
+        Returns:
+            Role -> reads, genera in the order of ``genera("id")``.
+        """
+        cuts: dict[str, list[Cut]] = {role: [] for role in ROLES}
+        genera = self.genera("id")
+        parts = [self.regions(genus) for genus in genera]
+        seen: set[bytes] = set()
+        # train first: val and test must avoid the training reads of every genus
+        for role in ROLES:
+            avoid = seen if role != "train" else set()
+            for number, regions in enumerate(parts):
+                cut = self._cut(regions[role], counts[role], number, f"{genera[number]} {role}", avoid)
+                cuts[role].append(cut)
+                if role == "train":
+                    seen.update(_both_strands(cut.reads))
+        return {role: _join(found) for role, found in cuts.items()}
+
+    def cut_ood(self, genera: Sequence[str], count: int) -> Cut:
+        """``count`` reads of each OOD genus, from the whole of its genomes."""
+        cuts = []
+        for number, genus in enumerate(genera):
+            files = [genome.file for genome in self.genomes if genome.genus == genus]
+            regions = [
+                Region(file, name, 0, len(codes))
+                for file in files
+                for name, codes in self._sequences[file].items()
+                if len(codes) >= self.read_length
+            ]
+            if not regions:
+                raise DataFormatError(self.folder / files[0], f"too short for a read of {self.read_length} bases")
+            cuts.append(self._cut(regions, count, number, f"{genus} ood", set()))
+        return _join(cuts)
+
+    def _cut(self, regions: list[Region], count: int, label: int, purpose: str, avoid: set[bytes]) -> Cut:
+        """Distinct reads of A, C, G, T from the regions, none of them in ``avoid``."""
+        rng = stream(self.seed, "reads", purpose)
+        windows = np.array([region.stop - region.start - self.read_length + 1 for region in regions])
+        ends = np.cumsum(windows)
+        reads: list[np.ndarray] = []
+        places: list[tuple[str, str, int]] = []
+        used: set[int] = set()
+        kept: set[bytes] = set()
+        for _ in range(_MAX_DRAWS):
+            for flat in rng.integers(int(ends[-1]), size=count - len(reads)).tolist():
+                if flat in used:
+                    continue
+                used.add(flat)
+                which = int(np.searchsorted(ends, flat, side="right"))
+                region = regions[which]
+                start = region.start + flat - int(ends[which] - windows[which])
+                read = self._sequences[region.file][region.sequence][start : start + self.read_length]
+                letters = read.tobytes()
+                if int(read.max()) >= OTHER or letters in avoid or letters in kept:
+                    continue
+                kept.add(letters)
+                reads.append(read)
+                places.append((region.file, region.sequence, start))
+            if len(reads) == count:
+                stacked = np.stack(reads) if reads else np.empty((0, self.read_length), dtype=np.uint8)
+                return Cut(stacked, np.full(count, label), places)
+        raise DataFormatError(
+            self.folder / regions[0].file,
+            f"{purpose}: only {len(reads)} of {count} distinct reads of A, C, G, T could be cut. Ask for fewer.",
+        )
+
+
+def _both_strands(reads: np.ndarray) -> list[bytes]:
+    """Reads and their reverse complements (A-T and C-G are codes that sum to 3)."""
+    return [read.tobytes() for strand in (reads, 3 - reads[:, ::-1]) for read in np.ascontiguousarray(strand)]
+
+
+def _join(cuts: list[Cut]) -> Cut:
+    return Cut(
+        np.concatenate([cut.reads for cut in cuts]),
+        np.concatenate([cut.genera for cut in cuts]),
+        [place for cut in cuts for place in cut.places],
+    )
