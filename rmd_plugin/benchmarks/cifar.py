@@ -81,7 +81,7 @@ class _CIFARBenchmark(OODBenchmark):
             limit_test=limit_test,
             seed=seed,
         )
-        folder = resolve_data_dir(data_dir)
+        folder = resolve_data_dir(data_dir, "CIFAR")
         train = load_cifar(folder, self.known, train=True, download=download)
         test = load_cifar(folder, self.known, train=False)
         near = load_cifar(folder, self.unknown, train=False, download=download)

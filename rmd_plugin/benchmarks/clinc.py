@@ -88,7 +88,7 @@ class CLINC150(OODBenchmark):
         if variant not in _SHA256:
             raise ValueError(f"variant must be one of {', '.join(_SHA256)}; got {variant!r}")
         self.variant = variant
-        path = resolve_data_dir(data_dir) / _FOLDER / f"data_{variant}.json"
+        path = resolve_data_dir(data_dir, f"{_FOLDER}/data_{variant}.json") / _FOLDER / f"data_{variant}.json"
         if not path.is_file():
             if not download:
                 raise DataNotFoundError(

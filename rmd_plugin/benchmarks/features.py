@@ -142,7 +142,7 @@ def _find(path: str | Path, data_dir: str | Path | None) -> Path:
     looked = [str(path)]
     if not path.is_absolute():
         try:
-            inside = resolve_data_dir(data_dir) / path
+            inside = resolve_data_dir(data_dir, str(path)) / path
         except DataNotFoundError:
             looked.append(f"no data folder, {DATA_DIR_VARIABLE} is not set")
         else:

@@ -53,11 +53,12 @@ _PARSE_ERRORS = (
 )
 
 
-def resolve_data_dir(data_dir: str | Path | None) -> Path:
+def resolve_data_dir(data_dir: str | Path | None, wanted: str) -> Path:
     """Folder that holds the data sets.
 
     Args:
         data_dir: the folder, or None for the environment variable ``RMD_DATA_DIR``.
+        wanted: what will be looked for in it, for the error.
 
     Returns:
         The folder as a path; it need not exist.
@@ -68,7 +69,7 @@ def resolve_data_dir(data_dir: str | Path | None) -> Path:
     chosen = data_dir if data_dir is not None else os.environ.get(DATA_DIR_VARIABLE)
     if not chosen:
         raise DataNotFoundError(
-            f"no data folder: data_dir is not given and the environment variable {DATA_DIR_VARIABLE} is not set. "
+            f"{wanted} is looked for in a data folder, but data_dir is not given and the environment variable {DATA_DIR_VARIABLE} is not set. "
             f"Pass data_dir=FOLDER or export {DATA_DIR_VARIABLE}=FOLDER."
         )
     return Path(chosen).expanduser()

@@ -130,11 +130,9 @@ class Genomics(OODBenchmark):
             limit_test=limit_test,
             seed=seed,
         )
+        place = Path(_FOLDERS[source] if folder is None else folder).expanduser()
         # an absolute folder needs no data_dir
-        own = None if folder is None else Path(folder).expanduser()
-        self.folder = (
-            own if own is not None and own.is_absolute() else resolve_data_dir(data_dir) / (own or _FOLDERS[source])
-        )
+        self.folder = place if place.is_absolute() else resolve_data_dir(data_dir, str(place)) / place
         if source == "published":
             self._load_published(val_fraction, download)
         else:
