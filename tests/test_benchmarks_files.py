@@ -1,0 +1,384 @@
+"""Other people's files: read strictly, never unpickled, refused with file, place and reason; downloads and archives."""
+
+import contextlib
+import functools
+import hashlib
+import http.server
+import io
+import json
+import os
+import pickle
+import tarfile
+import threading
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rmd_plugin.benchmarks import ChecksumError, DataFormatError, DataNotFoundError, DownloadError
+from rmd_plugin.benchmarks.download import Remote, extract, fetch
+from rmd_plugin.benchmarks.files import check_hash, read_json, read_npy, read_npz, read_pt, resolve_data_dir, safe_name
+
+FUZZ = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+class Bomb:
+    """Pickled, it would create a file when it is loaded."""
+
+    def __init__(self, target):
+        self.target = str(target)
+
+    def __reduce__(self):
+        return os.mkdir, (self.target,)
+
+
+def damage(data, content: bytes) -> bytes:
+    """The content truncated, with bytes overwritten, or replaced by garbage."""
+    kind = data.draw(st.sampled_from(["truncate", "overwrite", "garbage", "insert"]))
+    if kind == "truncate":
+        return content[: data.draw(st.integers(0, len(content) - 1))]
+    if kind == "garbage":
+        return data.draw(st.binary(max_size=200))
+    at = data.draw(st.integers(0, len(content) - 1))
+    piece = data.draw(st.binary(min_size=1, max_size=8))
+    return content[:at] + piece + content[at + (len(piece) if kind == "overwrite" else 0) :]
+
+
+def test_the_data_folder_comes_from_the_argument_or_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("RMD_DATA_DIR", str(tmp_path))
+    assert resolve_data_dir(None, "x") == tmp_path
+    assert resolve_data_dir("elsewhere", "x").name == "elsewhere"
+    monkeypatch.delenv("RMD_DATA_DIR")
+    with pytest.raises(DataNotFoundError, match=r"cats\.npz is looked for .* RMD_DATA_DIR=FOLDER"):
+        resolve_data_dir(None, "cats.npz")
+
+
+# JSON
+
+
+@pytest.mark.parametrize(
+    ("content", "offset", "reason"),
+    [
+        (b'{"a": [1, 2', 11, "delimiter"),
+        ('{"é": ?}'.encode(), 7, "Expecting value"),
+        (b'{"a": "\xff"}', 7, "UTF-8"),
+        (b'{"a": NaN}', None, "NaN is not JSON"),
+        (b'{"a": 1, "a": 2}', None, "same key twice"),
+        (b"[" * 100_000, None, "nested too deeply"),
+        (b"1" * 10_000, None, "is not JSON"),
+        (b"", 0, "Expecting value"),
+    ],
+)
+def test_bad_json_is_refused_with_its_place(tmp_path, content, offset, reason):
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(DataFormatError, match=reason) as caught:
+        read_json(path)
+    assert caught.value.offset == offset
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_beyond_its_bound_is_refused_before_it_is_parsed(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps("x" * 100))
+    with pytest.raises(DataFormatError, match="larger than the 50 bytes"):
+        read_json(path, max_bytes=50)
+
+
+@FUZZ
+@given(data=st.data())
+def test_fuzzed_json_is_read_as_the_standard_library_reads_it_or_refused(data, tmp_path):
+    path = tmp_path / "a.json"
+    value = {"train": [["é query", "intent"]], "n": [1, -2.5, None, True]}
+    content = damage(data, json.dumps(value, ensure_ascii=False).encode())
+    path.write_bytes(content)
+    try:
+        found = read_json(path)
+    except DataFormatError as error:
+        assert error.path == path
+    else:
+        assert found == json.loads(content.decode("utf-8-sig"))
+
+
+# npy, npz, pt
+
+
+def test_arrays_come_back_as_they_were_saved(tmp_path):
+    arrays = {"a": np.arange(6.0).reshape(2, 3), "b": np.array([1, 2], np.uint8), "c": np.empty((0, 4))}
+    for save, name in ((np.savez, "plain.npz"), (np.savez_compressed, "packed.npz")):
+        save(tmp_path / name, **arrays)
+        found = read_npz(tmp_path / name)
+        assert set(found) == set(arrays)
+        for key, value in arrays.items():
+            np.testing.assert_array_equal(found[key], value)
+            assert found[key].dtype == value.dtype
+    np.save(tmp_path / "a.npy", np.asfortranarray(arrays["a"]))
+    np.testing.assert_array_equal(read_npy(tmp_path / "a.npy"), arrays["a"])
+    np.testing.assert_array_equal(read_npy(tmp_path / "a.npy", mmap=True), arrays["a"])
+
+
+def test_pickled_objects_in_npz_npy_and_pt_are_refused_and_never_run(tmp_path):
+    target = tmp_path / "boom"
+    objects = np.array([Bomb(target)], dtype=object)
+    np.savez(tmp_path / "a.npz", x=objects)
+    np.save(tmp_path / "a.npy", objects)
+    torch.save({"x": Bomb(target)}, tmp_path / "a.pt")
+    (tmp_path / "b.pt").write_bytes(pickle.dumps({"x": Bomb(target)}))
+    for reader, name in ((read_npz, "a.npz"), (read_npy, "a.npy")):
+        with pytest.raises(DataFormatError, match="would have to be unpickled"):
+            reader(tmp_path / name)
+    for name in ("a.pt", "b.pt"):
+        with pytest.raises(DataFormatError, match="weights_only=True"):
+            read_pt(tmp_path / name)
+    assert not target.exists()
+    # the same bytes do run where they are trusted, so the test can fail
+    pickle.loads((tmp_path / "b.pt").read_bytes())
+    assert target.exists()
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2)], {"x": "text"}, {1: torch.ones(2)}])
+def test_a_pt_file_must_be_a_dict_of_tensors(tmp_path, value):
+    torch.save(value, tmp_path / "a.pt")
+    with pytest.raises(DataFormatError, match="tensor"):
+        read_pt(tmp_path / "a.pt")
+    with pytest.raises(FileNotFoundError):
+        read_pt(tmp_path / "gone.pt")
+
+
+def npy(header: str, data: bytes = b"") -> bytes:
+    body = header.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(body).to_bytes(2, "little") + body + data
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (npy("{'descr': '<f8', 'fortran_order': False, 'shape': (10000000000000,), }"), "needs"),
+        (npy("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,), }"), "negative size"),
+        (npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", b"x" * 8), "Python objects"),
+        (npy("{'descr': '<f8', 'fortran_order': False, 'shape': (2,), }", b"x" * 8), "needs"),
+        (npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1,), }", b"x" * 9), "needs"),
+        (npy("{'descr': 'nonsense', 'fortran_order': False, 'shape': (1,), }"), "no valid npy header"),
+        (npy("{" * 300), "no valid npy header"),
+        (b"\x93NUMPY\x09\x00", "no valid npy header"),
+        (b"", "no valid npy header"),
+    ],
+)
+def test_lying_npy_headers_are_refused_before_memory_is_taken(tmp_path, content, reason):
+    (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(DataFormatError, match=reason):
+        read_npy(tmp_path / "a.npy")
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("x.npy", content)
+    with pytest.raises(DataFormatError, match=reason) as caught:
+        read_npz(tmp_path / "a.npz")
+    assert caught.value.offset == 0
+
+
+def test_an_npz_that_unpacks_to_too_much_or_lacks_a_key_is_refused(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, zeros=np.zeros(100_000))
+    assert path.stat().st_size < 2000
+    with pytest.raises(DataFormatError, match="unpacks to 800000 bytes, more than the 1000 allowed"):
+        read_npz(path, max_bytes=1000)
+    with pytest.raises(DataFormatError, match="has no array 'ones'; it has zeros"):
+        read_npz(path, ["ones"])
+    with pytest.raises(FileNotFoundError):
+        read_npz(tmp_path / "gone.npz")
+
+
+@FUZZ
+@given(data=st.data())
+def test_fuzzed_npz_is_refused_or_gives_the_saved_values(data, tmp_path):
+    values = np.arange(40, dtype=np.int32).reshape(8, 5)
+    buffer = io.BytesIO()
+    (np.savez_compressed if data.draw(st.booleans()) else np.savez)(buffer, x=values)
+    path = tmp_path / "a.npz"
+    path.write_bytes(damage(data, buffer.getvalue()))
+    try:
+        found = read_npz(path)
+    except DataFormatError as error:
+        assert error.path == path
+    else:
+        # the archive's CRC covers the content; names, dates and comments are not covered
+        for array in found.values():
+            np.testing.assert_array_equal(array, values)
+
+
+@FUZZ
+@given(data=st.data())
+def test_fuzzed_npy_and_pt_are_refused_or_read_without_any_other_error(data, tmp_path):
+    buffer = io.BytesIO()
+    if data.draw(st.booleans()):
+        np.save(buffer, np.arange(12.0))
+        path, reader = tmp_path / "a.npy", read_npy
+    else:
+        torch.save({"x": torch.arange(12.0)}, buffer)
+        path, reader = tmp_path / "a.pt", read_pt
+    path.write_bytes(damage(data, buffer.getvalue()))
+    with contextlib.suppress(DataFormatError):
+        assert isinstance(reader(path), np.ndarray | dict)
+
+
+# names, hashes, downloads, archives
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../a", "/etc/passwd", "a/b", "a\\b", "C:a", "a\0b"])
+def test_listed_names_that_lead_elsewhere_are_refused(name):
+    with pytest.raises(DataFormatError, match="plain name"):
+        safe_name(name, "classes.tsv")
+    assert safe_name("genome.fna.gz", "classes.tsv") == "genome.fna.gz"
+
+
+def test_a_hash_is_checked_against_hashlib(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"x" * 3_000_000)
+    check_hash(path, hashlib.sha256(path.read_bytes()).hexdigest())
+    check_hash(path, hashlib.md5(path.read_bytes()).hexdigest().upper(), "md5")
+    with pytest.raises(ChecksumError, match="its sha256 is"):
+        check_hash(path, "0" * 64)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A web server on this machine over a folder of its own."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            if self.path.endswith("short"):  # announces more than it sends
+                self.send_response(200)
+                self.send_header("Content-Length", "1000")
+                self.end_headers()
+                self.wfile.write(b"only this")
+            else:
+                super().do_GET()
+
+    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
+    thread = threading.Thread(target=web.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield folder, f"http://127.0.0.1:{web.server_port}"
+    web.shutdown()
+    web.server_close()
+    thread.join()
+
+
+def test_a_download_arrives_whole_and_is_not_fetched_twice(server, tmp_path):
+    folder, url = server
+    (folder / "a.bin").write_bytes(b"content" * 1000)
+    sha = hashlib.sha256(b"content" * 1000).hexdigest()
+    target = tmp_path / "new" / "a.bin"
+    assert fetch(Remote(f"{url}/a.bin", sha), target, progress=False) == target
+    assert target.read_bytes() == b"content" * 1000
+    (folder / "a.bin").unlink()
+    fetch(Remote(f"{url}/a.bin", sha), target, progress=False)
+    target.write_bytes(b"damaged since")
+    with pytest.raises(ChecksumError, match="published one"):
+        fetch(Remote(f"{url}/a.bin", sha), target, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "error", "reason"),
+    [
+        ("a.bin", None, ChecksumError, "Not kept"),
+        ("a.bin", 3, DownloadError, "more than the expected 3 bytes"),
+        ("gone.bin", None, DownloadError, "404"),
+        ("short", None, DownloadError, "9 of 1000 bytes|IncompleteRead"),
+    ],
+)
+def test_a_failed_download_is_one_clear_error_and_leaves_nothing_behind(server, tmp_path, name, size, error, reason):
+    folder, url = server
+    (folder / "a.bin").write_bytes(b"other content")
+    target = tmp_path / "new" / "a.bin"
+    with pytest.raises(error, match=reason):
+        fetch(Remote(f"{url}/{name}", "0" * 64, size=size), target, progress=False)
+    assert list(target.parent.iterdir()) == []
+
+
+def test_unreachable_servers_and_other_protocols_are_refused(server, tmp_path):
+    with pytest.raises(DownloadError, match="Download it by hand"):
+        fetch(Remote("http://127.0.0.1:9/a", "0" * 64), tmp_path / "a", progress=False, timeout=2)
+    (tmp_path / "b").write_text("x")
+    with pytest.raises(DownloadError, match="only https and http"):
+        fetch(Remote((tmp_path / "b").as_uri(), "0" * 64), tmp_path / "a", progress=False)
+
+
+def tar_of(path, *members):
+    with tarfile.open(path, "w:gz") as archive:
+        for member, content in members:
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def tar_member(name, kind=tarfile.REGTYPE, link=""):
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, link
+    return member
+
+
+def test_good_archives_are_unpacked_and_replace_what_was_there(tmp_path):
+    tar_of(tmp_path / "a.tar.gz", (tar_member("top/x.txt"), b"tar"), (tar_member("top/sub/y.txt"), b""))
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        archive.writestr("z.txt", "zip")
+        archive.writestr("folder/", "")
+    into = tmp_path / "into"
+    (into / "top").mkdir(parents=True)
+    (into / "top" / "half-written").write_text("from a killed job")
+    extract(tmp_path / "a.tar.gz", into)
+    extract(tmp_path / "b.zip", into)
+    found = {p.relative_to(into).as_posix(): p.read_text() for p in into.rglob("*") if p.is_file()}
+    assert found == {"top/x.txt": "tar", "top/sub/y.txt": "", "z.txt": "zip"}
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        tar_member("../evil"),
+        tar_member("ok/../../evil"),
+        tar_member("/tmp/evil"),
+        tar_member("..\\evil"),
+        tar_member("link", tarfile.SYMTYPE, "/etc"),
+        tar_member("link", tarfile.LNKTYPE, "../evil"),
+        tar_member("pipe", tarfile.FIFOTYPE),
+        tar_member("device", tarfile.CHRTYPE),
+    ],
+    ids=lambda member: f"{member.name}-{member.type.decode()}",
+)
+def test_tar_members_that_lead_out_of_the_folder_are_refused_before_anything_is_written(tmp_path, member):
+    tar_of(tmp_path / "a.tar.gz", (tar_member("good"), b"x"), (member, b""))
+    with pytest.raises(DataFormatError, match="refused"):
+        extract(tmp_path / "a.tar.gz", tmp_path / "into")
+    assert list((tmp_path / "into").iterdir()) == []
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "a/../../evil", "link"])
+def test_zip_members_that_lead_out_of_the_folder_are_refused(tmp_path, name):
+    info = zipfile.ZipInfo(name)
+    if name == "link":
+        info.external_attr = 0o120777 << 16
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr(info, "/etc/passwd")
+    with pytest.raises(DataFormatError, match="refused"):
+        extract(tmp_path / "a.zip", tmp_path / "into")
+    assert list((tmp_path / "into").iterdir()) == []
+
+
+def test_archives_that_are_too_large_or_truncated_are_refused(tmp_path):
+    content = np.random.default_rng(0).bytes(5000)
+    tar_of(tmp_path / "a.tar.gz", (tar_member("x"), content))
+    with pytest.raises(DataFormatError, match="unpacks to 5000 bytes, more than the 100"):
+        extract(tmp_path / "a.tar.gz", tmp_path / "into", max_bytes=100)
+    whole = (tmp_path / "a.tar.gz").read_bytes()
+    for cut in (0, 10, 1000, len(whole) - 600):
+        (tmp_path / "a.tar.gz").write_bytes(whole[:cut])
+        with pytest.raises(DataFormatError, match="not a readable tar or zip"):
+            extract(tmp_path / "a.tar.gz", tmp_path / "into")
+    assert list((tmp_path / "into").iterdir()) == []
