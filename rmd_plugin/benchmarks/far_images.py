@@ -66,7 +66,7 @@ def load_far_set(name: str, folder: Path, *, size: int, seed: int) -> ImageRows 
 
 
 def _read_svhn(path: Path, size: int) -> np.ndarray:
-    from scipy.io import loadmat  # type: ignore[import-untyped]
+    from scipy.io import loadmat
 
     check_hash(path, _SVHN_MD5, "md5")
     images = loadmat(path, variable_names=["X"])["X"]

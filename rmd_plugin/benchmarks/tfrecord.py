@@ -105,20 +105,22 @@ def read_records(path: str | Path, *, max_record: int = 1 << 16) -> list[tuple[i
     data = np.frombuffer(content, dtype=np.uint8)
     heads, sizes, fault = _scan(content, max_record)
     head = np.array(heads, dtype=np.int64)
-    size = np.array(sizes, dtype=np.int64)
 
     # a damaged length leads the scan astray, so the lengths' checksums come first
     checked = head[head + _HEADER <= len(content)]
     _check(path, data, checked, np.full(len(checked), 8, dtype=np.int64), "length")
     if fault is not None:
         raise DataFormatError(path, fault[1], fault[0])
-    _check(path, data, head + _HEADER, size, "data")
+    _check(path, data, head + _HEADER, np.array(sizes, dtype=np.int64), "data")
     starts = [at + _HEADER for at in heads]
     return [(start, content[start : start + length]) for start, length in zip(starts, sizes, strict=True)]
 
 
 def _scan(content: bytes, max_record: int) -> tuple[list[int], list[int], tuple[int, str] | None]:
-    """Offsets and lengths of all records, and the fault (offset, reason) that ended the scan, if any."""
+    """Offsets and lengths of all records, and the fault (offset, reason) that ended the scan, if any.
+
+    The record with the fault has an offset but no length.
+    """
     heads: list[int] = []
     sizes: list[int] = []
     at, end = 0, len(content)
@@ -127,12 +129,12 @@ def _scan(content: bytes, max_record: int) -> tuple[list[int], list[int], tuple[
         if at + _HEADER > end:
             return heads, sizes, (at, f"truncated: {end - at} of {_HEADER} header bytes of a record")
         (length,) = struct.unpack_from("<Q", content, at)
-        sizes.append(length)
         if length > max_record:
             return heads, sizes, (at, f"a record of {length} bytes; at most {max_record} are expected here")
         after = at + _HEADER + length + _FOOTER
         if after > end:
             return heads, sizes, (at, f"truncated: a record needs {after - at} bytes, {end - at} are left")
+        sizes.append(length)
         at = after
     return heads, sizes, None
 
