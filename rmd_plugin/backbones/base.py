@@ -1,0 +1,232 @@
+"""The common shape of every backbone: an encoder, a linear head, transforms, and weights that load and hash."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from rmd_plugin.backbones.checkpoint import CheckpointError, check_fit, match_names, read_state_dict
+from rmd_plugin.backbones.fetch import find_checkpoint
+
+Transform: TypeAlias = Callable[[Any], Tensor]
+Checkpoint: TypeAlias = str | os.PathLike[str] | None
+
+# what checkpoints of other projects call the classifier
+_HEAD_NAMES = ("head", "fc", "linear", "classifier")
+
+
+class Backbone(nn.Module):
+    """A network in two parts, ``head(encoder(x))``, as the detectors see it.
+
+    Subclasses build an encoder and hand it over; everything else (head, checkpoint, freezing, fingerprint) is here.
+
+    Args:
+        encoder: maps a batch of inputs to pooled features of shape (B, D).
+        feature_dim: D.
+        num_classes: classes of the head. ``None``: as many as the checkpoint's head has, or no head at all.
+        checkpoint: file to load, or ``None``; a relative path is also looked for under ``RMD_DATA_DIR``.
+            A state_dict, a Lightning checkpoint or a safetensors file, under any prefix.
+        load_head: whether the checkpoint's head is wanted too; ``False`` starts a new one, for other classes.
+        frozen: whether the encoder is kept as it is: no gradients, and evaluation mode even after ``.train()``.
+        train_transform: raw item to tensor with augmentation; ``None`` leaves it to the benchmark.
+        test_transform: raw item to tensor; ``None`` leaves it to the benchmark.
+        architecture: what besides the weights decides the output; enters the fingerprint.
+        head_names: further names of the classifier in checkpoints of other projects.
+
+    Attributes:
+        encoder: the feature extractor.
+        head: the classifier, or ``None``.
+        head_loaded: whether the head's weights came from a checkpoint or a pre-trained source.
+        encoding: what a genomics benchmark must deliver, ``"one_hot"`` or ``"tokens"``; ``None`` elsewhere.
+    """
+
+    encoding: ClassVar[str | None] = None
+
+    encoder: nn.Module
+    head: nn.Linear | None
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        feature_dim: int,
+        *,
+        num_classes: int | None = None,
+        checkpoint: Checkpoint = None,
+        load_head: bool = True,
+        frozen: bool = False,
+        train_transform: Transform | None = None,
+        test_transform: Transform | None = None,
+        architecture: Mapping[str, object] | None = None,
+        head_names: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = None
+        self.head_loaded = False
+        self._feature_dim = feature_dim
+        self.train_transform = train_transform
+        self.test_transform = test_transform
+        self.architecture = dict(architecture or {})
+        self._head_names = (*_HEAD_NAMES, *head_names)
+        self._frozen_names: list[str] | None = None
+        self.reset_head(num_classes)
+        if checkpoint is not None:
+            self.load_checkpoint(checkpoint, load_head=load_head)
+        if frozen:
+            self.freeze()
+
+    @property
+    def feature_dim(self) -> int:
+        """Number of features D."""
+        return self._feature_dim
+
+    @property
+    def num_classes(self) -> int | None:
+        """Classes of the head, ``None`` without a head."""
+        return None if self.head is None else self.head.out_features
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the encoder is frozen."""
+        return self._frozen_names is not None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of a batch.
+
+        Args:
+            x: inputs, the batch first.
+
+        Returns:
+            Logits of shape (B, num_classes).
+        """
+        if self.head is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no head, so there are no logits: pass num_classes=..., "
+                "call reset_head(num_classes), or use its .encoder for the features."
+            )
+        logits: Tensor = self.head(self.encoder(x))
+        return logits
+
+    def reset_head(self, num_classes: int | None) -> None:
+        """Replace the head by an untrained one.
+
+        Args:
+            num_classes: classes of the new head; ``None`` removes it.
+        """
+        if num_classes is not None and num_classes < 1:
+            raise ValueError(f"num_classes must be at least 1, or None for no head, got {num_classes}.")
+        like = next((p for p in self.encoder.parameters() if p.is_floating_point()), torch.empty(0))
+        self.head = (
+            None
+            if num_classes is None
+            else nn.Linear(self.feature_dim, num_classes, device=like.device, dtype=like.dtype)
+        )
+        self.head_loaded = False
+
+    def set_head(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Take over a trained classifier.
+
+        Args:
+            weight: shape (K, D); a 1x1 convolution (K, D, 1, 1) will do.
+            bias: shape (K,), or ``None`` for zeros.
+        """
+        self.reset_head(weight.shape[0])
+        if self.head is None:  # for the type checker: reset_head has just made one
+            return
+        with torch.no_grad():
+            self.head.weight.copy_(weight.flatten(1))
+            self.head.bias.zero_() if bias is None else self.head.bias.copy_(bias)
+        self.head_loaded = True
+
+    def freeze(self) -> Self:
+        """Keep the encoder as it is; the head stays trainable."""
+        if self._frozen_names is None:
+            self._frozen_names = [name for name, p in self.encoder.named_parameters() if p.requires_grad]
+        self.encoder.requires_grad_(False)
+        self.encoder.eval()
+        return self
+
+    def unfreeze(self) -> Self:
+        """Let the encoder learn again: the parameters that did before ``freeze``."""
+        for name in self._frozen_names or ():
+            self.encoder.get_parameter(name).requires_grad_(True)
+        self._frozen_names = None
+        self.encoder.train(self.training)
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the training mode; a frozen encoder stays in evaluation mode."""
+        super().train(mode)
+        if self.frozen:
+            # batch statistics and dropout would move the features although no weight learns
+            self.encoder.eval()
+        return self
+
+    def load_checkpoint(self, checkpoint: str | os.PathLike[str], *, load_head: bool = True) -> None:
+        """Load weights from a file.
+
+        Args:
+            checkpoint: the file, see the class.
+            load_head: whether to load its classifier too, if it has one.
+
+        Raises:
+            WeightsNotFoundError: if there is no such file.
+            CheckpointError: if it cannot be read, or does not fit this network.
+        """
+        path = find_checkpoint(checkpoint)
+        matched = match_names(
+            read_state_dict(path),
+            self.encoder.state_dict(),
+            head_names=self._head_names,
+            rename=self.rename_key,
+        )
+        weight = matched.state.get("head.weight")
+        if weight is not None and weight.dim() == 4 and weight.shape[2:] == (1, 1):
+            matched.state["head.weight"] = weight = weight.flatten(1)
+        with_head = load_head and weight is not None
+        if weight is not None and with_head:
+            if self.num_classes is None:
+                self.reset_head(weight.shape[0])
+            elif self.num_classes != weight.shape[0]:
+                raise CheckpointError(
+                    f"{path} was trained on {weight.shape[0]} classes, num_classes is {self.num_classes}. "
+                    f"Pass num_classes={weight.shape[0]} (or null) for its head, or load_head=false for a new one."
+                )
+        own = self.state_dict()
+        wanted = {name: own[name] for name in own if with_head or not name.startswith("head.")}
+        check_fit(matched, wanted, path=path, what=self.describe())
+        self.load_state_dict({name: matched.state[name] for name in wanted if name in matched.state}, strict=False)
+        self.head_loaded = with_head
+
+    def rename_key(self, name: str) -> str:
+        """Translate an encoder name of another project's checkpoint; here it stays as it is."""
+        return name
+
+    def describe(self) -> str:
+        """Class and architecture in a few words, for messages."""
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in self.architecture.items())})"
+
+    def fingerprint(self) -> str:
+        """Hash of everything that decides the output: weights, architecture and test transform.
+
+        Returns:
+            64 hexadecimal digits; equal for equal networks, in any process and on any device.
+        """
+        digest = hashlib.sha256()
+        identity = {
+            "class": f"{type(self).__module__}.{type(self).__qualname__}",
+            "architecture": self.architecture,
+            "transform": repr(self.test_transform),
+        }
+        digest.update(json.dumps(identity, sort_keys=True, default=str).encode())
+        for name, tensor in sorted(self.state_dict().items()):
+            plain = tensor.detach().cpu().contiguous()
+            digest.update(f"{name}{plain.dtype}{tuple(plain.shape)}".encode())
+            # bytes, not values: bfloat16 has no numpy type
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()

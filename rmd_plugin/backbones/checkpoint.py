@@ -1,0 +1,185 @@
+"""Checkpoint files -> the weights of one module, whatever the file calls them. Nothing is ever unpickled."""
+
+import logging
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rmd_plugin.backbones.fetch import require
+
+log = logging.getLogger(__name__)
+
+# names under which training programs put the weights beside optimiser state and counters
+_CONTAINERS = ("state_dict", "model_state_dict", "model")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read, or does not belong to the backbone it was given to."""
+
+
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a checkpoint: a plain state_dict, a Lightning checkpoint, or a safetensors file.
+
+    Args:
+        path: the file. Anything beyond tensors and plain containers is refused, never executed.
+
+    Returns:
+        Name to tensor, on the CPU.
+
+    Raises:
+        CheckpointError: if the file is damaged, holds Python objects, or holds no tensors.
+    """
+    content: object
+    if path.suffix == ".safetensors":
+        safetensors = require("safetensors.torch", extra="vision", needed_by=f"reading {path.name}")
+        try:
+            content = safetensors.load_file(str(path))
+        except Exception as error:  # its error class lives in the compiled module and has moved between versions
+            raise CheckpointError(f"{path} is not a readable safetensors file: {_first_line(error)}") from error
+    else:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{path} holds more than tensors, or is damaged, and is refused: {_first_line(error)} "
+                "Save it again with torch.save(model.state_dict(), path)."
+            ) from error
+        except (RuntimeError, EOFError, ValueError, KeyError, IndexError, OSError) as error:
+            raise CheckpointError(f"{path} is not a readable checkpoint: {_first_line(error)}") from error
+    for container in _CONTAINERS:
+        if isinstance(content, Mapping) and isinstance(content.get(container), Mapping):
+            content = content[container]
+            break
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a state_dict (name -> tensor).")
+    state = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    if not state:
+        raise CheckpointError(f"{path} holds no tensors; its entries are {_examples(map(str, content))}.")
+    return state
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Weights of a checkpoint under the names of a backbone.
+
+    Attributes:
+        state: own name (``encoder...`` or ``head...``) to tensor.
+        prefix: what stood before every name in the file, for example ``model.``.
+        unexpected: names inside the network that the backbone does not have.
+        ignored: names of other parts of the file (losses, metrics, other towers).
+    """
+
+    state: dict[str, Tensor]
+    prefix: str
+    unexpected: list[str]
+    ignored: list[str]
+
+
+def match_names(
+    state: Mapping[str, Tensor],
+    encoder_names: Iterable[str],
+    *,
+    head_names: Sequence[str] = ("head",),
+    rename: Callable[[str], str] | None = None,
+) -> Matched:
+    """Find which prefix of the file holds the network, and translate its names.
+
+    The network may be stored as a whole backbone (``encoder.*``, ``head.*``) or as the original project names it
+    (no ``encoder.``, the classifier under one of ``head_names``), under any prefix (``model.``, ``module.``, ...).
+
+    Args:
+        state: name to tensor, as read from the file.
+        encoder_names: names of the encoder's own state_dict.
+        head_names: what the classifier may be called in the file.
+        rename: translates a foreign encoder name into ours.
+
+    Returns:
+        The translated weights, and what was left over.
+    """
+    expected = set(encoder_names)
+    parts = {name.split(".")[0] for name in expected} | {"encoder", "head"}
+
+    def translate(name: str) -> str | None:
+        module, _, leaf = name.rpartition(".")
+        bare = name.removeprefix("encoder.")
+        if bare in expected:
+            return f"encoder.{bare}"
+        if module == "head" or module in head_names:
+            return f"head.{leaf}"
+        if rename is not None and rename(bare) in expected:
+            return f"encoder.{rename(bare)}"
+        return None
+
+    def hits(prefix: str) -> int:
+        return sum(name.startswith(prefix) and translate(name[len(prefix) :]) is not None for name in state)
+
+    prefixes = {""}
+    for name in state:
+        pieces = name.split(".")[:-1]
+        prefixes.update(".".join(pieces[:depth]) + "." for depth in range(1, min(len(pieces), 5) + 1))
+    # the shortest prefix wins a tie, so that a file that fits as it is keeps its names
+    prefix = max(sorted(prefixes, key=lambda p: (len(p), p)), key=hits)
+
+    matched: dict[str, Tensor] = {}
+    unexpected: list[str] = []
+    ignored: list[str] = []
+    for name, tensor in state.items():
+        rest = name[len(prefix) :]
+        own = translate(rest) if name.startswith(prefix) else None
+        if own is not None:
+            matched[own] = tensor
+        elif name.startswith(prefix) and rest.split(".")[0] in parts:
+            unexpected.append(name)
+        else:
+            ignored.append(name)
+    return Matched(matched, prefix, unexpected, ignored)
+
+
+def check_fit(matched: Matched, wanted: Mapping[str, Tensor], *, path: Path, what: str) -> None:
+    """Refuse a checkpoint that does not hold exactly this network.
+
+    Args:
+        matched: the translated checkpoint.
+        wanted: the backbone's own state_dict, with the head only if it is to be loaded.
+        path: the file, for the message.
+        what: the backbone, for the message.
+
+    Raises:
+        CheckpointError: with counts and examples of what is missing, left over, or of another shape.
+    """
+    # a step counter that old files lack and inference never reads
+    missing = [n for n in wanted if n not in matched.state and not n.endswith("num_batches_tracked")]
+    shapes = [
+        f"{name} is {tuple(matched.state[name].shape)}, expected {tuple(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if name in matched.state and matched.state[name].shape != tensor.shape
+    ]
+    problems = [
+        f"{len(names)} {kind}: {_examples(names)}"
+        for kind, names in (("missing", missing), ("unexpected", matched.unexpected), ("of another shape", shapes))
+        if names
+    ]
+    if problems:
+        found = sum(name in matched.state for name in wanted)
+        where = f" under the prefix {matched.prefix!r}" if matched.prefix else ""
+        raise CheckpointError(
+            f"{path} does not fit {what}: {found} of {len(wanted)} weights found{where}; {'; '.join(problems)}. "
+            "Was it trained with another architecture or other sizes?"
+        )
+    if matched.ignored:
+        log.info("%s: %d entries not used: %s", path, len(matched.ignored), _examples(matched.ignored))
+
+
+def _examples(names: Iterable[str], limit: int = 3) -> str:
+    listed = list(names)
+    rest = len(listed) - limit
+    return ", ".join(listed[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

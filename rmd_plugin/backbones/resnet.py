@@ -1,0 +1,144 @@
+"""Residual networks for small images: ResNet-18 with a 3x3 stem, and the thin ResNet-56 of the CIFAR experiments."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rmd_plugin.backbones.base import Backbone, Checkpoint
+from rmd_plugin.backbones.transforms import CIFAR_MEAN, CIFAR_STD, image_transforms
+
+
+def init_convolutions(module: nn.Module) -> None:
+    """He initialisation by fan-out, the usual start of residual networks with batch normalisation."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+
+
+class _PadShortcut(nn.Module):
+    """Shortcut without weights: every second pixel, new channels filled with zeros on both sides."""
+
+    def __init__(self, stride: int, extra: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.extra = extra
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.extra // 2
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, before, self.extra - before))
+
+
+class _Block(nn.Module):
+    """Two 3x3 convolutions with batch normalisation beside a shortcut, ReLU after the sum."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int, shortcut: str) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels_out)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels_out)
+        self.downsample: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels_out:
+            self.downsample = (
+                _PadShortcut(stride, channels_out - channels_in)
+                if shortcut == "pad"
+                else nn.Sequential(
+                    nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False), nn.BatchNorm2d(channels_out)
+                )
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(hidden + self.downsample(x))
+
+
+class _Encoder(nn.Module):
+    """3x3 stem without pooling, one group of blocks per width, global average pooling."""
+
+    def __init__(self, blocks: Sequence[int], widths: Sequence[int], shortcut: str, in_channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(widths[0])
+        self.groups = [f"layer{i}" for i in range(1, len(blocks) + 1)]
+        channels = widths[0]
+        for name, repeats, width in zip(self.groups, blocks, widths, strict=True):
+            stride = 1 if name == "layer1" else 2
+            first = _Block(channels, width, stride, shortcut)
+            self.add_module(
+                name, nn.Sequential(first, *(_Block(width, width, 1, shortcut) for _ in range(repeats - 1)))
+            )
+            channels = width
+        init_convolutions(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        for name in self.groups:
+            x = self.get_submodule(name)(x)
+        return x.mean(dim=(2, 3))
+
+
+class ResNet(Backbone):
+    """Residual network of basic blocks for small images; D = the last width.
+
+    Names in the checkpoint may be torchvision's (``downsample``, ``fc``) or those common for CIFAR
+    (``shortcut``, ``linear``).
+
+    Args:
+        blocks: basic blocks per group: (2, 2, 2, 2) is ResNet-18, (9, 9, 9) ResNet-56.
+        widths: channels per group.
+        shortcut: where the size changes, ``conv`` learns a 1x1 convolution, ``pad`` fills with zeros.
+        in_channels: channels of the input.
+        image_size: pictures of other sizes are resized to it.
+        mean: normalisation of pixels in [0, 1], per channel.
+        std: normalisation, per channel.
+        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`.
+
+    Example:
+        >>> import torch
+        >>> backbone = ResNet(blocks=(1, 1), widths=(8, 16), num_classes=10)
+        >>> backbone.encoder(torch.rand(2, 3, 32, 32)).shape
+        torch.Size([2, 16])
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[int] = (2, 2, 2, 2),
+        widths: Sequence[int] = (64, 128, 256, 512),
+        *,
+        shortcut: Literal["conv", "pad"] = "conv",
+        in_channels: int = 3,
+        image_size: int = 32,
+        mean: Sequence[float] = CIFAR_MEAN,
+        std: Sequence[float] = CIFAR_STD,
+        num_classes: int | None = None,
+        checkpoint: Checkpoint = None,
+        load_head: bool = True,
+        frozen: bool = False,
+    ) -> None:
+        if not blocks or len(blocks) != len(widths) or min(blocks) < 1:
+            raise ValueError(
+                f"blocks and widths must name the same groups, each of at least one block, got {blocks}, {widths}."
+            )
+        if shortcut not in ("conv", "pad"):
+            raise ValueError(f"shortcut must be 'conv' or 'pad', got {shortcut!r}.")
+        super().__init__(
+            _Encoder(blocks, widths, shortcut, in_channels),
+            widths[-1],
+            num_classes=num_classes,
+            checkpoint=checkpoint,
+            load_head=load_head,
+            frozen=frozen,
+            architecture={
+                "blocks": list(blocks),
+                "widths": list(widths),
+                "shortcut": shortcut,
+                "in_channels": in_channels,
+            },
+            **image_transforms(image_size, mean, std),
+        )
+
+    def rename_key(self, name: str) -> str:
+        """Translate the name that CIFAR projects give to the projecting shortcut."""
+        return name.replace(".shortcut.", ".downsample.")

@@ -1,0 +1,169 @@
+"""Small backbones: a CNN for digits and thumbnails, an MLP, and the identity for features computed elsewhere."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from rmd_plugin.backbones.base import Backbone, Checkpoint
+
+_ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh, "silu": nn.SiLU}
+
+
+class SmallCNN(Backbone):
+    """Pairs of 3x3 convolutions with batch normalisation, halving the picture between them; D = the last width.
+
+    Takes pictures of any size of at least 2 pixels per halving, such as the digits (1, 8, 8). The transforms are left
+    to the benchmark.
+
+    Args:
+        in_channels: channels of the input.
+        widths: channels of each pair; between two pairs the picture is halved.
+        dropout: probability, on the pooled features.
+        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`.
+
+    Example:
+        >>> import torch
+        >>> SmallCNN(num_classes=6)(torch.rand(5, 1, 8, 8)).shape
+        torch.Size([5, 6])
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 1,
+        widths: Sequence[int] = (32, 64, 128),
+        *,
+        dropout: float = 0.0,
+        num_classes: int | None = None,
+        checkpoint: Checkpoint = None,
+        load_head: bool = True,
+        frozen: bool = False,
+    ) -> None:
+        if not widths:
+            raise ValueError("widths must name at least one pair of convolutions, got none.")
+        layers: list[nn.Module] = []
+        channels = in_channels
+        for index, width in enumerate(widths):
+            if index:
+                layers.append(nn.MaxPool2d(2))
+            for source in (channels, width):
+                layers += [nn.Conv2d(source, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+            channels = width
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Dropout(dropout)]
+        super().__init__(
+            nn.Sequential(*layers),
+            channels,
+            num_classes=num_classes,
+            checkpoint=checkpoint,
+            load_head=load_head,
+            frozen=frozen,
+            architecture={"in_channels": in_channels, "widths": list(widths)},
+        )
+
+
+class MLP(Backbone):
+    """Fully connected layers; D = the last hidden size. Inputs of any shape are flattened.
+
+    Args:
+        in_features: numbers per input, 64 for the digits.
+        hidden: sizes of the hidden layers.
+        activation: ``relu``, ``gelu``, ``tanh`` or ``silu``.
+        dropout: probability after each activation.
+        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`.
+
+    Example:
+        >>> import torch
+        >>> MLP(64, num_classes=6).encoder(torch.rand(5, 1, 8, 8)).shape
+        torch.Size([5, 256])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden: Sequence[int] = (256, 256),
+        *,
+        activation: str = "relu",
+        dropout: float = 0.0,
+        num_classes: int | None = None,
+        checkpoint: Checkpoint = None,
+        load_head: bool = True,
+        frozen: bool = False,
+    ) -> None:
+        if not hidden:
+            raise ValueError("hidden must name at least one layer; for none at all use backbone=identity.")
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}.")
+        layers: list[nn.Module] = [nn.Flatten(1)]
+        size = in_features
+        for width in hidden:
+            layers += [nn.Linear(size, width), _ACTIVATIONS[activation](), nn.Dropout(dropout)]
+            size = width
+        super().__init__(
+            nn.Sequential(*layers),
+            size,
+            num_classes=num_classes,
+            checkpoint=checkpoint,
+            load_head=load_head,
+            frozen=frozen,
+            architecture={"in_features": in_features, "hidden": list(hidden), "activation": activation},
+        )
+
+
+class _Features(nn.Module):
+    """Passes features through, after a look at their shape."""
+
+    def __init__(self, feature_dim: int | None) -> None:
+        super().__init__()
+        self.feature_dim = feature_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 2 or (self.feature_dim is not None and x.shape[1] != self.feature_dim):
+            wanted = "D" if self.feature_dim is None else self.feature_dim
+            raise ValueError(
+                f"the identity backbone takes features of shape (B, {wanted}), got {tuple(x.shape)}. "
+                "Raw images, texts or reads need a backbone that encodes them."
+            )
+        self.feature_dim = x.shape[1]
+        return x
+
+
+class Identity(Backbone):
+    """The input is the features: for the simulation and for features computed elsewhere.
+
+    Args:
+        in_features: number of features. ``None``: whatever the first batch has; a head needs it given.
+        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`.
+
+    Example:
+        >>> import torch
+        >>> Identity().encoder(torch.ones(2, 3))
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+    """
+
+    def __init__(
+        self,
+        in_features: int | None = None,
+        *,
+        num_classes: int | None = None,
+        checkpoint: Checkpoint = None,
+        load_head: bool = True,
+        frozen: bool = False,
+    ) -> None:
+        super().__init__(
+            _Features(in_features),
+            -1 if in_features is None else in_features,
+            num_classes=num_classes,
+            checkpoint=checkpoint,
+            load_head=load_head,
+            frozen=frozen,
+            architecture={},
+        )
+
+    @property
+    def feature_dim(self) -> int:
+        """Number of features D, known from the start or since the first batch."""
+        known = self.encoder.feature_dim
+        if not isinstance(known, int):
+            # a RuntimeError: nn.Module turns an AttributeError of a property into a misleading one
+            raise RuntimeError("the number of features is not known yet: pass in_features, or encode one batch first.")
+        return known

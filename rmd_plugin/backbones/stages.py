@@ -1,0 +1,193 @@
+"""Two training stages as LightningModules: masked-token pre-training without labels, then fine-tuning with them."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rmd_plugin.backbones.base import Backbone
+from rmd_plugin.backbones.genomics import GenomicsBERT
+
+Batch: TypeAlias = Tensor | Sequence[Tensor]
+
+
+class MaskedTokenPretraining(LightningModule):
+    """Hide some tokens of each read and learn to restore them, as BERT does.
+
+    Of the chosen tokens 80 % become the mask token, 10 % a random k-mer, 10 % stay. Where tokens overlap, as many
+    neighbours are chosen together as share a base: a single hidden token could be read off the others.
+
+    A checkpoint of this module goes into ``GenomicsBERT(checkpoint=path)``. Batches are reads, or reads first and
+    labels after, which are ignored. Logs ``train/loss``, ``train/masked_accuracy`` and the same under ``val/``.
+
+    Args:
+        backbone: the network whose encoder is trained.
+        mask_probability: share of the tokens that are chosen.
+        lr: peak learning rate of AdamW.
+        weight_decay: of AdamW.
+        warmup_steps: steps of linear warm-up.
+        seed: of the masks in validation, the same in every epoch.
+    """
+
+    def __init__(
+        self,
+        backbone: GenomicsBERT,
+        *,
+        mask_probability: float = 0.15,
+        lr: float = 1e-4,
+        weight_decay: float = 0.01,
+        warmup_steps: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not 0 < mask_probability < 1:
+            raise ValueError(f"mask_probability must lie in (0, 1), got {mask_probability}.")
+        if backbone.frozen:
+            raise ValueError("the backbone is frozen, so there is nothing to pre-train: pass frozen=false.")
+        self.save_hyperparameters(ignore=["backbone"])
+        self.encoder = backbone.encoder
+        self.mask_probability, self.seed = mask_probability, seed
+        self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
+        width = self.encoder.tokens.embedding_dim
+        self.mlm_transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+        self.mlm_bias = nn.Parameter(torch.zeros(self.encoder.num_kmers))
+
+    def corrupt(self, tokens: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Choose tokens and hide them.
+
+        Args:
+            tokens: ids, shape (B, T).
+            generator: source of the random choices; ``None`` for the global one.
+
+        Returns:
+            The tokens with some hidden, and which were chosen, both of shape (B, T).
+        """
+        device = tokens.device
+
+        def uniform() -> Tensor:
+            # a generator lives on the CPU, so that validation masks are the same on every device
+            drawn = torch.rand(tokens.shape, generator=generator, device=None if generator is not None else device)
+            return drawn.to(device)
+
+        span = -(-self.encoder.kmer // self.encoder.stride)
+        if span == 1:
+            chosen = uniform() < self.mask_probability
+        else:
+            # a token is chosen if any of `span` start points hits it: solve 1 - (1 - p)^span = mask_probability
+            starts = uniform() < 1 - (1 - self.mask_probability) ** (1 / span)
+            padded = F.pad(starts.float().unsqueeze(1), (span - 1, 0))
+            chosen = F.max_pool1d(padded, span, stride=1).squeeze(1) > 0
+        chosen &= tokens < self.encoder.num_kmers
+        fate = uniform()
+        hidden = torch.where(chosen & (fate < 0.8), self.encoder.mask_id, tokens)
+        random_kmers = (uniform() * self.encoder.num_kmers).long().clamp(max=self.encoder.num_kmers - 1)
+        return torch.where(chosen & (fate >= 0.9), random_kmers, hidden), chosen
+
+    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Logits over the k-mers.
+
+        Args:
+            tokens: ids, shape (B, T).
+            places: where predictions are wanted, bool, shape (B, T).
+
+        Returns:
+            Shape (number of places, 4^k). The output layer shares its weights with the token embedding.
+        """
+        # only at the wanted places: with long k-mers the output layer is the widest of all
+        hidden = self.mlm_transform(self.encoder.contextual(tokens)[places])
+        return F.linear(hidden, self.encoder.tokens.weight[: self.encoder.num_kmers], self.mlm_bias)
+
+    def _step(self, batch: Batch, stage: str, generator: torch.Generator | None) -> Tensor:
+        tokens = self.encoder.tokenise(batch if isinstance(batch, Tensor) else batch[0])
+        corrupted, chosen = self.corrupt(tokens, generator)
+        logits, targets = self(corrupted, chosen), tokens[chosen]
+        # short reads may draw no mask: then a zero that still reaches every weight, as DDP wants, instead of NaN
+        loss = F.cross_entropy(logits, targets) if targets.numel() else logits.sum()
+        _log(self, stage, "masked_accuracy", loss, logits, targets)
+        return loss
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss of one batch with fresh masks."""
+        return self._step(batch, "train", None)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss of one batch with the masks that belong to its index."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + batch_idx)
+        return self._step(batch, "val", generator)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with linear warm-up."""
+        return _adamw(self, self.lr, self.weight_decay, self.warmup_steps)
+
+
+class FineTuning(LightningModule):
+    """Train a backbone as a classifier with cross-entropy; a frozen one trains its head only.
+
+    Samples with a negative label (OOD) are left out. Logs ``train/loss``, ``train/accuracy`` and the same under
+    ``val/``. Checkpoints load into the backbone's ``checkpoint``.
+
+    Args:
+        backbone: any backbone with a head.
+        lr: peak learning rate of AdamW.
+        weight_decay: of AdamW.
+        warmup_steps: steps of linear warm-up.
+    """
+
+    def __init__(
+        self, backbone: Backbone, *, lr: float = 1e-4, weight_decay: float = 0.0, warmup_steps: int = 0
+    ) -> None:
+        super().__init__()
+        if backbone.head is None:
+            raise ValueError("the backbone has no head to train: pass num_classes=... or call reset_head(num_classes).")
+        self.save_hyperparameters(ignore=["backbone"])
+        self.backbone = backbone
+        self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of shape (B, num_classes)."""
+        logits: Tensor = self.backbone(x)
+        return logits
+
+    def _step(self, batch: Sequence[Tensor], stage: str) -> Tensor:
+        x, labels = batch[0], batch[1]
+        logits = self(x)
+        logits, labels = logits[labels >= 0], labels[labels >= 0]
+        loss = F.cross_entropy(logits, labels) if labels.numel() else logits.sum()
+        _log(self, stage, "accuracy", loss, logits, labels)
+        return loss
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Loss of one batch."""
+        return self._step(batch, "train")
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Loss of one batch."""
+        return self._step(batch, "val")
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with linear warm-up, on the parameters that may learn."""
+        return _adamw(self, self.lr, self.weight_decay, self.warmup_steps)
+
+
+def _log(module: LightningModule, stage: str, name: str, loss: Tensor, logits: Tensor, targets: Tensor) -> None:
+    if not targets.numel():
+        return
+    accuracy = (logits.argmax(dim=1) == targets).float().mean()
+    module.log_dict(
+        {f"{stage}/loss": loss, f"{stage}/{name}": accuracy},
+        prog_bar=True,
+        batch_size=targets.numel(),
+        sync_dist=stage == "val",
+    )
+
+
+def _adamw(module: nn.Module, lr: float, weight_decay: float, warmup_steps: int) -> Any:
+    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=lr, weight_decay=weight_decay)
+    if warmup_steps <= 0:
+        return optimizer
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup_steps, total_iters=warmup_steps)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
