@@ -2,6 +2,8 @@
 
 import logging
 import pickle
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +44,10 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
             raise CheckpointError(f"{path} is not a readable safetensors file: {_first_line(error)}") from error
     else:
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                # a file of another pickle protocol loads or is refused: either way the outcome says more
+                warnings.filterwarnings("ignore", message="Detected pickle protocol")
+                content = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{path} holds more than tensors, or is damaged, and is refused: {_first_line(error)} "
@@ -114,15 +119,18 @@ def match_names(
             return f"encoder.{rename(bare)}"
         return None
 
-    def hits(prefix: str) -> int:
-        return sum(name.startswith(prefix) and translate(name[len(prefix) :]) is not None for name in state)
-
-    prefixes = {""}
+    sizes: Counter[str] = Counter([""] * len(state))
     for name in state:
         pieces = name.split(".")[:-1]
-        prefixes.update(".".join(pieces[:depth]) + "." for depth in range(1, min(len(pieces), 5) + 1))
+        sizes.update(".".join(pieces[:depth]) + "." for depth in range(1, min(len(pieces), 5) + 1))
+    prefix, most = "", -1
     # the shortest prefix wins a tie, so that a file that fits as it is keeps its names
-    prefix = max(sorted(prefixes, key=lambda p: (len(p), p)), key=hits)
+    for candidate in sorted(sizes, key=lambda p: (-sizes[p], len(p), p)):
+        if sizes[candidate] <= most:
+            break  # no later one has enough names to do better
+        hits = sum(n.startswith(candidate) and translate(n[len(candidate) :]) is not None for n in state)
+        if hits > most:
+            prefix, most = candidate, hits
 
     matched: dict[str, Tensor] = {}
     unexpected: list[str] = []
