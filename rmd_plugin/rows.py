@@ -1,0 +1,171 @@
+"""Results as rows: one number per row, written to and read from CSV, and nothing else.
+
+Every table and figure is a function of rows (histograms: of saved scores), so it can be redrawn without a model.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, get_args
+
+from rmd_plugin.atomic import replacing
+
+Distance = Literal["", "near", "far"]
+Status = Literal["ok", "failed", "skipped"]
+
+#: names of the metrics, as :class:`pytorch_ood.metrics.OODMetrics` calls them
+AUROC, AUPR_IN, AUPR_OUT, FPR95, ACCURACY = "AUROC", "AUPR-IN", "AUPR-OUT", "FPR95TPR", "ACC"
+FIT_SECONDS, SCORE_SECONDS = "fit_seconds", "score_seconds"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number, and what it belongs to.
+
+    Attributes:
+        benchmark: name of the benchmark.
+        ood: name of the OOD set; empty for what does not belong to one (fit time, accuracy).
+        backbone: name of the backbone.
+        detector: name of the detector; empty for what belongs to the backbone alone.
+        seed: seed of the run.
+        metric: name of the metric.
+        value: the number, as a fraction where it is one; NaN unless ``status`` is ok.
+        distance: whether the OOD set is ``near`` or ``far``; empty if that is not said.
+        low: lower end of the 95 % interval, or NaN.
+        high: upper end of the 95 % interval, or NaN.
+        status: ``ok``, ``failed`` (it was tried) or ``skipped`` (the backbone cannot serve it).
+        reason: why it failed or was skipped; for ``ok`` a remark, if there is one.
+
+    Line breaks in texts become spaces.
+
+    Example:
+        >>> Row("digits", "noise", "small_cnn", "rmd", 0, "AUROC", 0.99, distance="far").ok
+        True
+    """
+
+    benchmark: str
+    ood: str
+    backbone: str
+    detector: str
+    seed: int
+    metric: str
+    value: float
+    distance: Distance = field(default="", kw_only=True)
+    low: float = field(default=math.nan, kw_only=True)
+    high: float = field(default=math.nan, kw_only=True)
+    status: Status = field(default="ok", kw_only=True)
+    reason: str = field(default="", kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("distance", get_args(Distance)), ("status", get_args(Status))):
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(repr(value) for value in allowed)
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
+        for name in _TEXTS:
+            # a row is one line of the file, so that it can be searched and compared line by line
+            object.__setattr__(self, name, " ".join(str(getattr(self, name)).splitlines()))
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a number."""
+        return self.status == "ok"
+
+    def failed(self, reason: str, status: Status = "failed") -> Row:
+        """The same row without a number, with the reason why (on one line)."""
+        return replace(
+            self, value=math.nan, low=math.nan, high=math.nan, status=status, reason=" ".join(reason.split())
+        )
+
+
+COLUMNS: tuple[str, ...] = tuple(item.name for item in fields(Row))
+_NUMBERS = ("value", "low", "high")
+_TEXTS = tuple(name for name in COLUMNS if name not in (*_NUMBERS, "seed"))
+
+
+class RowsError(ValueError):
+    """A file does not hold rows. The message names file, line, what was expected and what came."""
+
+
+def write_rows(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
+    """Write rows as CSV, numbers to the last bit. The file appears whole or not at all.
+
+    Args:
+        rows: the rows.
+        path: file to write; its folder must exist.
+    """
+    with replacing(path, newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for row in rows:
+            writer.writerow([_write_cell(getattr(row, name)) for name in COLUMNS])
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[Row]:
+    """Read what :func:`write_rows` wrote. Further columns are ignored; optional ones may be missing.
+
+    Args:
+        path: a CSV file.
+
+    Returns:
+        The rows, in the order of the file.
+
+    Raises:
+        RowsError: if the file does not hold rows.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            return list(_parse(csv.DictReader(file, strict=True), path))
+    except UnicodeDecodeError as error:
+        raise RowsError(f"{path} is not a text file (byte {error.start}): expected rows as CSV.") from error
+    except csv.Error as error:
+        raise RowsError(f"{path} is not valid CSV: {error}") from error
+
+
+def _parse(reader: csv.DictReader[str], path: str | os.PathLike[str]) -> Iterator[Row]:
+    required = [item.name for item in fields(Row) if not item.kw_only]
+    missing = [name for name in required if name not in (reader.fieldnames or ())]
+    if missing:
+        raise RowsError(
+            f"{path} lacks the columns {', '.join(missing)}; it has {', '.join(reader.fieldnames or ['none'])}."
+        )
+    for record in reader:
+        known = {name: record[name] for name in COLUMNS if record.get(name) is not None}
+        if any(name not in known for name in required):
+            raise RowsError(f"{path}, line {reader.line_num}: the line ends early. Was the file cut off?")
+        try:
+            numbers = {name: float(known[name] or "nan") for name in _NUMBERS if name in known}
+            # the type checker cannot see which columns are which
+            yield Row(**{**known, **numbers, "seed": int(known["seed"])})  # type: ignore[arg-type]
+        except ValueError as error:
+            raise RowsError(f"{path}, line {reader.line_num}: {error}") from error
+
+
+def _write_cell(value: object) -> str:
+    if isinstance(value, float):
+        # repr is the shortest text that reads back to the same bits
+        return "" if math.isnan(value) else repr(value)
+    return str(value)
+
+
+def select(rows: Iterable[Row], **wanted: object) -> list[Row]:
+    """Rows whose attributes have the given values.
+
+    Args:
+        rows: the rows.
+        wanted: attribute to value, for example ``metric="AUROC"``.
+    """
+    return [row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())]
+
+
+def unique(rows: Iterable[Row], name: str) -> list[str]:
+    """Values of a text attribute in the order of their first appearance, without empty ones."""
+    return [value for value in dict.fromkeys(str(getattr(row, name)) for row in rows) if value]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Mean of the numbers; NaN if there are none or one of them is NaN."""
+    return math.fsum(values) / len(values) if values else math.nan
