@@ -1,1 +1,1 @@
-"""Reporting: rows -> tables, figures and pages. Knows rows, not tensors or models."""
+"""Rows -> tables and figures. Knows rows and arrays of scores, not tensors or models."""

@@ -1,0 +1,188 @@
+"""A table without a format, and the formats: terminal, Markdown, LaTeX, HTML."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+Align = Literal["left", "right"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text of one cell.
+
+    Attributes:
+        text: what it says.
+        bold: whether it is the best of its column.
+        detail: small print beside it, for example an interval.
+    """
+
+    text: str
+    bold: bool = False
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Head of a column.
+
+    Attributes:
+        title: its name.
+        align: side on which its cells stand.
+        detail: small print beside the name, for example a unit.
+    """
+
+    title: str
+    align: Align = "right"
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table without a format.
+
+    Attributes:
+        columns: heads of the columns.
+        rows: cells, as many in each row as there are columns.
+        title: what it shows, on one line.
+        notes: remarks below it, one sentence each.
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    title: str = ""
+    notes: Sequence[str] = field(default=())
+
+    def __post_init__(self) -> None:
+        for number, row in enumerate(self.rows):
+            if len(row) != len(self.columns):
+                raise ValueError(f"row {number} has {len(row)} cells, the table has {len(self.columns)} columns.")
+
+
+def to_markdown(table: Table) -> str:
+    """The table in Markdown (GitHub's), the best numbers in bold."""
+
+    def text(item: str) -> str:
+        # an underscore inside a word is harmless, and most names have one
+        return re.sub(r"([\\|*`<>]|(?<!\w)_|_(?!\w))", r"\\\1", item)
+
+    def cell(item: Cell) -> str:
+        main = f"**{text(item.text)}**" if item.bold and item.text else text(item.text)
+        return f"{main} {text(item.detail)}".strip()
+
+    lines = [f"**{text(table.title)}**", ""] if table.title else []
+    heads = [f"{text(column.title)} {text(column.detail)}".strip() for column in table.columns]
+    lines.append(f"| {' | '.join(heads)} |")
+    lines.append(f"|{'|'.join('---' if column.align == 'left' else '---:' for column in table.columns)}|")
+    lines += [f"| {' | '.join(map(cell, row))} |" for row in table.rows]
+    for note in table.notes:
+        lines += ["", text(note)]
+    return "\n".join(lines) + "\n"
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "±": r"$\pm$",
+    "–": "--",
+    "·": r"$\cdot$",
+    "α": r"$\alpha$",
+}
+
+
+def to_latex(table: Table, *, label: str = "") -> str:
+    r"""The table in LaTeX: an environment ``table`` that needs the package ``booktabs`` only.
+
+    Args:
+        table: the table.
+        label: for ``\ref``, for example ``tab:clinc``.
+    """
+
+    def text(item: str) -> str:
+        return "".join(_LATEX.get(letter, letter) for letter in item)
+
+    def cell(item: Cell) -> str:
+        main = rf"\textbf{{{text(item.text)}}}" if item.bold and item.text else text(item.text)
+        return rf"{main} {{\scriptsize {text(item.detail)}}}" if item.detail else main
+
+    lines = [r"\begin{table}", r"\centering"]
+    if table.title:
+        lines.append(rf"\caption{{{text(table.title)}}}")
+    if label:
+        lines.append(rf"\label{{{label}}}")
+    alignment = "".join("l" if column.align == "left" else "r" for column in table.columns)
+    lines += [rf"\begin{{tabular}}{{{alignment}}}", r"\toprule"]
+    lines.append(" & ".join(cell(Cell(column.title, detail=column.detail)) for column in table.columns) + r" \\")
+    lines.append(r"\midrule")
+    # {}: a row that begins with [ would be taken for the length that may follow \\
+    lines += ["{}" + " & ".join(map(cell, row)) + r" \\" for row in table.rows]
+    lines += [r"\bottomrule", r"\end{tabular}"]
+    lines += [rf"\par\smallskip{{\footnotesize {text(note)}}}" for note in table.notes]
+    return "\n".join([*lines, r"\end{table}"]) + "\n"
+
+
+def to_html(table: Table) -> str:
+    """The table as an HTML fragment without style: ``<figure class="table">`` with caption, table and notes.
+
+    Classes for a style sheet: ``best`` (bold cells), ``detail`` (small print), ``left`` (names), ``notes``.
+    """
+
+    def cell(item: Cell, tag: str, align: Align) -> str:
+        classes = " ".join(["left"] * (align == "left") + ["best"] * item.bold)
+        attributes = (' scope="col"' if tag == "th" else "") + (f' class="{classes}"' if classes else "")
+        main = html.escape(item.text)
+        main = f"<strong>{main}</strong>" if item.bold and main else main
+        detail = f' <span class="detail">{html.escape(item.detail)}</span>' if item.detail else ""
+        return f"<{tag}{attributes}>{main}{detail}</{tag}>"
+
+    aligns = [column.align for column in table.columns]
+    heads = [cell(Cell(column.title, detail=column.detail), "th", column.align) for column in table.columns]
+    lines = ['<figure class="table">']
+    if table.title:
+        lines.append(f"<figcaption>{html.escape(table.title)}</figcaption>")
+    lines += ["<table>", f"<thead><tr>{''.join(heads)}</tr></thead>", "<tbody>"]
+    for row in table.rows:
+        lines.append(f"<tr>{''.join(cell(item, 'td', side) for item, side in zip(row, aligns, strict=True))}</tr>")
+    lines += ["</tbody>", "</table>"]
+    if table.notes:
+        lines.append(f'<ul class="notes">{"".join(f"<li>{html.escape(note)}</li>" for note in table.notes)}</ul>')
+    return "\n".join([*lines, "</figure>"]) + "\n"
+
+
+def to_terminal(table: Table) -> Group:
+    """The table for ``rich.print``: the best numbers in bold, the small print dim, the notes below."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    def cell(item: Cell, style: str = "") -> Text:
+        text = Text(item.text, style="bold" if item.bold else style)
+        return text.append(f" {item.detail}", style="dim") if item.detail else text
+
+    drawn = RichTable(title=table.title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in table.columns:
+        drawn.add_column(
+            cell(Cell(column.title, detail=column.detail), "bold"), justify=column.align, no_wrap=column.align == "left"
+        )
+    for row in table.rows:
+        drawn.add_row(*map(cell, row))
+    return Group(drawn, *(Text(note, style="dim") for note in table.notes))
