@@ -179,11 +179,13 @@ def test_latex_compiles(tmp_path):
 def test_the_terminal_shows_the_best_in_bold_and_all_text_when_narrow():
     (table,) = comparison_tables(ROWS)
     wide = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="standard", legacy_windows=False)
-    wide.print(to_terminal(table))
+    wide.print(to_terminal(table, width=160))
     assert re.search(r"\x1b\[1m *92\.00\x1b\[0m", wide.file.getvalue())
     narrow = Console(file=io.StringIO(), width=90)
-    narrow.print(to_terminal(table))
+    narrow.print(to_terminal(table, width=90))
     assert "[88.0–91.5]" in narrow.file.getvalue()
+    assert "12.3" in narrow.file.getvalue()
+    assert max(map(len, narrow.file.getvalue().splitlines())) <= 90
     assert "Not served: Gram, RankFeat (needs maps)." in narrow.file.getvalue()
 
 

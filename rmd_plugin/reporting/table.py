@@ -167,22 +167,35 @@ def to_html(table: Table) -> str:
     return "\n".join([*lines, "</figure>"]) + "\n"
 
 
-def to_terminal(table: Table) -> Group:
-    """The table for ``rich.print``: the best numbers in bold, the small print dim, the notes below."""
+def to_terminal(table: Table, *, width: int | None = None) -> Group:
+    """The table for ``rich.print``: the best numbers in bold, the small print dim, the notes below.
+
+    Args:
+        table: the table.
+        width: columns of the terminal, by default of this one; where the table is wider, the small print goes below
+            the numbers.
+    """
     from rich import box
-    from rich.console import Group
+    from rich.console import Console, Group
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    def cell(item: Cell, style: str = "") -> Text:
-        text = Text(item.text, style="bold" if item.bold else style)
-        return text.append(f" {item.detail}", style="dim") if item.detail else text
+    def draw(between: str) -> RichTable:
+        def cell(item: Cell, style: str = "") -> Text:
+            text = Text(item.text, style="bold" if item.bold else style)
+            return text.append(f"{between}{item.detail}", style="dim") if item.detail else text
 
-    drawn = RichTable(title=table.title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for column in table.columns:
-        drawn.add_column(
-            cell(Cell(column.title, detail=column.detail), "bold"), justify=column.align, no_wrap=column.align == "left"
-        )
-    for row in table.rows:
-        drawn.add_row(*map(cell, row))
-    return Group(drawn, *(Text(note, style="dim") for note in table.notes))
+        drawn = RichTable(title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        drawn.title = table.title or None
+        for column in table.columns:
+            head = Cell(column.title if between == " " else column.title.replace(" ", "\n"), detail=column.detail)
+            # wider than the terminal rather than without its last columns
+            drawn.add_column(cell(head, "bold"), justify=column.align, no_wrap=True, min_width=1)
+        for row in table.rows:
+            drawn.add_row(*map(cell, row))
+        return drawn
+
+    console = Console(width=width)
+    wide = draw(" ")
+    fits = console.measure(wide, options=console.options.update(max_width=10_000)).maximum <= console.width
+    return Group(wide if fits else draw("\n"), *(Text(note, style="dim") for note in table.notes))
