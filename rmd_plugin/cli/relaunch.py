@@ -1,0 +1,58 @@
+"""DDP inside a multirun: Lightning starts its other processes with the command line of the whole sweep.
+
+Every one of them would then run the sweep again. Inside :func:`single_job` the command line is that of the job at hand,
+and its output folder is the one that the sweep gave it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import open_dict, read_write
+
+# flags whose value is the next word
+_WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp")
+
+
+@contextmanager
+def single_job() -> Iterator[None]:
+    """Make ``sys.argv`` and Hydra's run folder those of this job; both are restored afterwards."""
+    if not HydraConfig.initialized():
+        yield
+        return
+    settings = HydraConfig.get()
+    arguments, folder = sys.argv, settings.run.dir
+    try:
+        sys.argv = [arguments[0], *config_flags(arguments[1:]), *settings.overrides.task]
+        _set_run_folder(settings.runtime.output_dir)
+        yield
+    finally:
+        sys.argv = arguments
+        _set_run_folder(folder)
+
+
+def config_flags(arguments: Sequence[str]) -> list[str]:
+    """The words of a command line that say where the configs are.
+
+    Example:
+        >>> config_flags(["-m", "--config-dir", "here", "seed=0,1", "--config-name=config"])
+        ['--config-dir', 'here', '--config-name=config']
+    """
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word in _WITH_VALUE:
+            kept += [word, next(words)]
+        elif word.split("=")[0] in _WITH_VALUE:
+            kept.append(word)
+    return kept
+
+
+def _set_run_folder(folder: str) -> None:
+    config = HydraConfig.instance().cfg
+    if config is not None:
+        with read_write(config), open_dict(config):
+            config.hydra.run.dir = folder
