@@ -199,6 +199,29 @@ def fit_relative(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str,
     return _with_amplification(parameters, sigma + moments.between_covariance)
 
 
+def fit_coordinates(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
+    """Fit coordinates in which every class has unit covariance, for densities other than Gaussians.
+
+    Args:
+        moments: moments of the training features, not diagonal.
+        shrinkage: see :func:`regularised_covariance`.
+
+    Returns:
+        ``shift`` (D,), the background mean; ``projection`` (D, q), so that u = (z - shift) @ projection; ``points``
+        (K', q), the class means in these coordinates; ``shares`` (K',), their parts of the samples; ``classes`` (K',),
+        their labels.
+    """
+    sigma = regularised_covariance(moments, shrinkage)
+    projection = _visible_whitening(sigma, moments, "within-class covariance", equilibrate=True)
+    return {
+        "shift": moments.background_mean,
+        "projection": projection,
+        "points": _class_offsets(moments) @ projection,
+        "shares": _class_shares(moments),
+        "classes": moments.counts.nonzero().flatten(),
+    }
+
+
 def regularised_covariance(moments: Moments, shrinkage: float | str) -> Tensor:
     """Within-class covariance Sigma, shrunk towards a multiple of the identity.
 
