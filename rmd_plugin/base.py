@@ -176,12 +176,16 @@ class StatefulDetector(FeaturesDetector):
             z = z.to(device)
         module = self._module(self._score_dtype(z.dtype))
         result = torch.float64 if z.dtype == torch.float64 else torch.float32
-        budget = 2**20 if z.device.type == "cpu" else 2**26
-        rows = max(64, budget // max(self.num_features, self.n_classes, 1))
+        rows = self._chunk_rows(z.device)
         # autocast would run the matrix products in half precision
         with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
             scores = torch.cat([score(module, part) for part in z.split(rows)])
             return scores.to(result) if scores.is_floating_point() else scores
+
+    def _chunk_rows(self, device: torch.device) -> int:
+        """Samples that are scored at a time."""
+        budget = 2**20 if device.type == "cpu" else 2**26
+        return max(64, budget // max(self.num_features, self.n_classes, 1))
 
     def _module(self, dtype: torch.dtype) -> nn.Module:
         if dtype not in self._modules:
