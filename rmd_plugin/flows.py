@@ -1,0 +1,408 @@
+"""Masked autoregressive flows on nflows, stacked: many flows of one shape evaluated as one batch of matrices.
+
+The parameters keep the names, shapes and meaning that nflows gives them, with one leading dimension for the flow: every
+flow of a stack can be loaded into a plain ``nflows.flows.Flow`` (:meth:`FlowSpec.unstack`). Two evaluations are here:
+
+* :func:`stacked_log_prob`, differentiable, for training: flow ``s`` sees its own samples.
+* :class:`FlowBank`, for scoring: every flow sees every sample, masks, class centres, contexts and permutations are
+  folded into the weights once, and the first layer of all flows is one matrix product.
+
+Tensors inside run *features first*, ``(flows, features, samples)``: each product then reads weights as they are stored.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+from nflows.distributions import StandardNormal
+from nflows.flows import Flow
+from nflows.transforms import (
+    CompositeTransform,
+    MaskedAffineAutoregressiveTransform,
+    MaskedPiecewiseRationalQuadraticAutoregressiveTransform,
+    ReversePermutation,
+    Transform,
+)
+from nflows.transforms.made import MADE
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Kind = Literal["maf", "rqs"]
+Parameters = dict[str, Tensor]
+
+KINDS: tuple[Kind, ...] = ("maf", "rqs")
+LOG_TWO_PI = math.log(2 * math.pi)
+#: samples that a CPU should score at a time, and numbers that a pass over some classes then makes at its widest: the
+#: pass stays in the cores' caches, which is worth a factor of two
+PASS_SAMPLES = 256
+_PASS_NUMBERS = 2**20
+# floors by which nflows keeps scales, bins and slopes positive: with the same numbers our densities equal its own
+_MIN_SCALE = 1e-3
+_MIN_BIN = 1e-3
+_MIN_SLOPE = 1e-3
+
+
+def _inverse_softplus(value: float) -> float:
+    return math.log(math.expm1(value))
+
+
+@dataclass(frozen=True)
+class FlowSpec:
+    """The shape of a flow: what has to be known to read its parameters.
+
+    Args:
+        features: number of features D.
+        hidden_features: width H of the masked network.
+        num_blocks: residual blocks of the masked network.
+        transforms: autoregressive transforms; the order of the features is reversed between two of them.
+        kind: "maf" (affine) or "rqs" (rational-quadratic splines, identity outside ``tail_bound``).
+        num_bins: bins of a spline.
+        tail_bound: a spline acts on [-tail_bound, tail_bound].
+        contexts: number of classes that the flow is conditioned on, 0 for none.
+    """
+
+    features: int
+    hidden_features: int
+    num_blocks: int = 1
+    transforms: int = 1
+    kind: Kind = "maf"
+    num_bins: int = 8
+    tail_bound: float = 5.0
+    contexts: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("features", "hidden_features", "transforms", "num_bins"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        if isinstance(self.num_blocks, bool) or not isinstance(self.num_blocks, int) or self.num_blocks < 0:
+            raise ValueError(f"num_blocks must be an integer of at least 0, got {self.num_blocks!r}.")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}.")
+        if not self.tail_bound > 0:
+            raise ValueError(f"tail_bound must be positive, got {self.tail_bound!r}.")
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the network gives for each feature: scale and shift, or the shape of a spline."""
+        return 2 if self.kind == "maf" else 3 * self.num_bins - 1
+
+    def prefix(self, transform: int) -> str:
+        """Where nflows keeps the masked network of a transform: a reversal stands between two transforms."""
+        return f"_transform._transforms.{2 * transform}.autoregressive_net."
+
+    def build(self, seed: int = 0) -> Flow:
+        """A plain nflows flow of this shape that starts as the identity: its density is the standard normal.
+
+        The global random state is left as it was.
+
+        Args:
+            seed: of the hidden layers' random start.
+        """
+        with torch.random.fork_rng(devices=[]):
+            # not torch.manual_seed, which would also seed the accelerators
+            torch.default_generator.manual_seed(seed)
+            parts: list[Transform] = []
+            for index in range(self.transforms):
+                if index:
+                    parts.append(ReversePermutation(self.features))
+                parts.append(self._transform())
+        flow = Flow(CompositeTransform(parts), StandardNormal([self.features]))
+        for made in flow.modules():
+            if isinstance(made, MADE):
+                _spread_degrees(made, self.features)
+                self._start_at_identity(made)
+        return flow
+
+    def _transform(self) -> Transform:
+        context = self.contexts or None
+        if self.kind == "maf":
+            return MaskedAffineAutoregressiveTransform(
+                self.features, self.hidden_features, context_features=context, num_blocks=self.num_blocks
+            )
+        return MaskedPiecewiseRationalQuadraticAutoregressiveTransform(
+            self.features,
+            self.hidden_features,
+            context_features=context,
+            num_bins=self.num_bins,
+            tails="linear",
+            tail_bound=self.tail_bound,
+            num_blocks=self.num_blocks,
+            min_bin_width=_MIN_BIN,
+            min_bin_height=_MIN_BIN,
+            min_derivative=_MIN_SLOPE,
+        )
+
+    @torch.no_grad()
+    def _start_at_identity(self, made: MADE) -> None:
+        made.final_layer.weight.zero_()
+        bias = made.final_layer.bias.zero_().view(self.features, self.outputs)
+        if self.kind == "maf":
+            bias[:, 0] = _inverse_softplus(1 - _MIN_SCALE)
+        else:
+            bias[:, 2 * self.num_bins :] = _inverse_softplus(1 - _MIN_SLOPE)
+
+    def masks(self) -> Parameters:
+        """The mask of every masked weight, by the weight's name, each of shape (out, in)."""
+        flow = self.build()
+        return {f"{name[: -len('mask')]}weight": mask for name, mask in flow.named_buffers() if name.endswith(".mask")}
+
+    def stack(self, count: int, seed: int = 0) -> Parameters:
+        """Parameters of ``count`` flows, all at the same start: each tensor has shape (count, ...).
+
+        Weights are zero where the mask is: with masked gradients they stay so, and no step has to apply the mask again.
+        """
+        flow, masks = self.build(seed), self.masks()
+        stacked = {}
+        for name, value in flow.named_parameters():
+            start = value.detach() * masks[name] if name in masks else value.detach()
+            stacked[name] = start.expand(count, *start.shape).clone()
+        return stacked
+
+    def unstack(self, params: Parameters, index: int) -> Flow:
+        """Flow ``index`` of a stack as a plain nflows flow."""
+        flow = self.build()
+        flow.load_state_dict({name: value[index] for name, value in params.items()}, strict=False)
+        return flow.to(next(iter(params.values())).device)
+
+    def state(self) -> dict[str, int | float | str]:
+        """Plain numbers and strings from which `FlowSpec` can be made again."""
+        return asdict(self)
+
+
+def _spread_degrees(made: MADE, features: int) -> None:
+    """Let a narrow network see every feature.
+
+    nflows numbers hidden units 1, 2, ..., H: with H < D - 1 no unit would see a feature beyond the H-th. Here their
+    degrees are spread over 1, ..., D - 1 instead. Masks are buffers of nflows' layers: the flow stays an nflows flow.
+    """
+    hidden = made.initial_layer.out_features
+    if hidden >= features - 1:
+        return
+    degrees = 1 + torch.arange(hidden) * (features - 1) // hidden
+    inputs = torch.arange(1, features + 1)
+    outputs = inputs.repeat_interleave(made.final_layer.out_features // features)
+    made.initial_layer.degrees.copy_(degrees)
+    made.initial_layer.mask.copy_(degrees[:, None] >= inputs)
+    for block in made.blocks:
+        for layer in block.linear_layers:
+            layer.degrees.copy_(degrees)
+            layer.mask.copy_(degrees[:, None] >= degrees)
+    made.final_layer.mask.copy_(outputs[:, None] > degrees)
+
+
+def stacked_log_prob(spec: FlowSpec, params: Parameters, x: Tensor, contexts: Tensor | None = None) -> Tensor:
+    """Log-density of each flow of a stack at its own samples; differentiable in parameters and samples.
+
+    Args:
+        spec: shape of the flows.
+        params: stacked parameters, masked weights being zero where the mask is (as `FlowSpec.stack` makes them).
+        x: samples, features first, shape (S, D, B).
+        contexts: class of each sample, shape (S, B), for flows with a context.
+
+    Returns:
+        Log-densities in nats, shape (S, B).
+    """
+    hot = None if contexts is None else F.one_hot(contexts, spec.contexts).to(x.dtype).transpose(1, 2)
+    total: Tensor | None = None
+    for index in range(spec.transforms):
+        if index:
+            x = x.flip(1)
+        outputs = _network(params, spec.prefix(index), spec.num_blocks, x, hot)
+        x, logdet = elementwise(spec, x, outputs.unflatten(1, (spec.features, spec.outputs)).movedim(2, 0))
+        total = logdet if total is None else total + logdet
+    energy = 0.5 * x.square().sum(1) + 0.5 * spec.features * LOG_TWO_PI
+    return -energy if total is None else total - energy
+
+
+def _network(params: Parameters, prefix: str, num_blocks: int, x: Tensor, hot: Tensor | None) -> Tensor:
+    """The masked network of nflows over a stack of flows: (S, D, B) -> (S, D * outputs, B)."""
+
+    def linear(name: str, value: Tensor) -> Tensor:
+        return torch.baddbmm(params[f"{prefix}{name}.bias"].unsqueeze(-1), params[f"{prefix}{name}.weight"], value)
+
+    hidden = linear("initial_layer", x)
+    if hot is not None:
+        hidden = hidden + F.relu(linear("context_layer", hot))
+    for block in range(num_blocks):
+        inner = linear(f"blocks.{block}.linear_layers.0", F.relu(hidden))
+        if hot is not None:
+            inner = inner + linear(f"blocks.{block}.context_layer", hot)
+        hidden = hidden + linear(f"blocks.{block}.linear_layers.1", F.relu(inner))
+    return linear("final_layer", hidden)
+
+
+def elementwise(spec: FlowSpec, x: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply the invertible function of each feature.
+
+    Args:
+        spec: shape of the flows.
+        x: values, shape (S, D, B).
+        outputs: what the network says about each value, shape (spec.outputs, S, D, B).
+
+    Returns:
+        New values of shape (S, D, B) and the log-determinants of shape (S, B).
+    """
+    if spec.kind == "maf":
+        scale = F.softplus(outputs[0]) + _MIN_SCALE
+        return torch.addcmul(outputs[1], scale, x), scale.log().sum(1)
+    return _spline(x, outputs, spec.num_bins, spec.tail_bound)
+
+
+def _spline(x: Tensor, outputs: Tensor, bins: int, bound: float) -> tuple[Tensor, Tensor]:
+    """Monotone rational-quadratic splines on [-bound, bound], the identity outside (Durkan et al. 2019).
+
+    No boolean indexing as in nflows: the shapes do not depend on the data, so it can be batched and exported.
+    """
+    widths, left = _knots(outputs[:bins], bound)
+    heights, bottom = _knots(outputs[bins : 2 * bins], bound)
+    slopes = F.softplus(outputs[2 * bins :]) + _MIN_SLOPE
+    edge = torch.ones_like(slopes[:1])
+    slopes = torch.cat((edge, slopes, edge))
+
+    inside = x.clamp(-bound, bound)
+    place = (inside >= left[1:]).sum(0, keepdim=True)
+    width, height = widths.gather(0, place)[0], heights.gather(0, place)[0]
+    start, end = slopes.gather(0, place)[0], slopes.gather(0, place + 1)[0]
+    steep = height / width
+    theta = (inside - left.gather(0, place)[0]) / width
+    mixed = theta * (1 - theta)
+    denominator = steep + (start + end - 2 * steep) * mixed
+    value = bottom.gather(0, place)[0] + height * (steep * theta.square() + start * mixed) / denominator
+    slope = steep.square() * (end * theta.square() + 2 * steep * mixed + start * (1 - theta).square())
+    logdet = slope.log() - 2 * denominator.log()
+
+    outer = x.abs() > bound
+    return torch.where(outer, x, value), torch.where(outer, torch.zeros_like(logdet), logdet).sum(1)
+
+
+def _knots(raw: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """Sizes of the bins and where each bin begins, both of shape (bins, ...), on [-bound, bound]."""
+    bins = raw.shape[0]
+    share = _MIN_BIN + (1 - _MIN_BIN * bins) * raw.softmax(0)
+    inner = 2 * bound * share.cumsum(0)[:-1] - bound
+    low, high = torch.full_like(raw[:1], -bound), torch.full_like(raw[:1], bound)
+    begin = torch.cat((low, inner))
+    return torch.cat((inner, high)) - begin, begin
+
+
+class FlowBank(nn.Module):
+    """Densities of K flows at the same samples: buffers only, made for scoring.
+
+    Masks, contexts, reversals and class centres are folded into the weights when the bank is made.
+
+    Args:
+        spec: shape of the flows.
+        params: stacked parameters of K flows, or of one flow with K contexts.
+        centers: class k's flow acts on ``u - centers[k]``, shape (K, D).
+        plain: classes whose density is the standard normal instead of a flow, shape (K,), or None for no such class.
+    """
+
+    centers: Tensor
+    plain: Tensor | None
+
+    def __init__(self, spec: FlowSpec, params: Parameters, centers: Tensor, plain: Tensor | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.register_buffer("centers", centers.to(next(iter(params.values())).dtype))
+        self.register_buffer("plain", plain if plain is not None and bool(plain.any()) else None)
+        self.networks = nn.ModuleList(
+            _FoldedNetwork(spec, params, index, centers if index == 0 else None) for index in range(spec.transforms)
+        )
+        self.chunk = max(1, _PASS_NUMBERS // (PASS_SAMPLES * spec.features * spec.outputs))
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes K."""
+        return self.centers.shape[0]
+
+    def forward(self, u: Tensor) -> Tensor:
+        """Log-density of every class, shape (B, K), at whitened features of shape (B, D)."""
+        columns = u.t().contiguous()
+        parts = [
+            self._log_prob(columns, slice(start, start + self.chunk))
+            for start in range(0, self.num_classes, self.chunk)
+        ]
+        return torch.cat(parts).t()
+
+    def _log_prob(self, u: Tensor, part: slice) -> Tensor:
+        """Log-density of some classes, shape (k, B), at samples of shape (D, B)."""
+        start = u - self.centers[part].unsqueeze(-1)
+        value = start
+        total = value.new_zeros(())
+        for index, network in enumerate(self.networks):
+            outputs = network(u if index == 0 else value, part)
+            value, logdet = elementwise(self.spec, value, outputs)
+            total = total + logdet
+        log_prob = total - 0.5 * value.square().sum(1)
+        if self.plain is not None:
+            normal = -0.5 * start.square().sum(1)
+            log_prob = torch.where(self.plain[part].unsqueeze(-1), normal, log_prob)
+        return log_prob - 0.5 * self.spec.features * LOG_TWO_PI
+
+
+class _FoldedNetwork(nn.Module):
+    """The masked network of one transform for K classes, without masks, contexts, reversals and centres."""
+
+    def __init__(self, spec: FlowSpec, params: Parameters, index: int, centers: Tensor | None) -> None:
+        super().__init__()
+        prefix = spec.prefix(index)
+        self.outputs = spec.outputs
+        self.num_blocks = spec.num_blocks
+        own = {name[len(prefix) :]: value.detach() for name, value in params.items() if name.startswith(prefix)}
+        first, final = own["initial_layer.weight"], own["final_layer.weight"]
+        # output-major: all scales, then all shifts, so that each is one block of memory
+        final = final.unflatten(1, (spec.features, spec.outputs)).transpose(1, 2)
+        final_bias = own["final_layer.bias"].unflatten(1, (spec.features, spec.outputs)).transpose(1, 2)
+        if index % 2:
+            first, final, final_bias = first.flip(2), final.flip(2), final_bias.flip(2)
+        bias = own["initial_layer.bias"]
+        if spec.contexts:
+            bias = bias + F.relu(_context(own, "context_layer"))
+        if centers is not None:
+            # float64: a centre may be far away, and its product is subtracted from another large one
+            moved = (first.double() @ centers.double().unsqueeze(-1)).squeeze(-1)
+            bias = (bias.double() - moved).to(bias.dtype)
+        self._add("initial", first, bias)
+        for block in range(spec.num_blocks):
+            for layer in (0, 1):
+                name = f"blocks.{block}.linear_layers.{layer}"
+                bias = own[f"{name}.bias"]
+                if spec.contexts and layer == 0:
+                    bias = bias + _context(own, f"blocks.{block}.context_layer")
+                self._add(f"block_{block}_{layer}", own[f"{name}.weight"], bias)
+        self._add("final", final.flatten(1, 2), final_bias.flatten(1, 2))
+
+    def _add(self, name: str, weight: Tensor, bias: Tensor) -> None:
+        self.register_buffer(f"{name}_weight", weight.contiguous())
+        self.register_buffer(f"{name}_bias", bias.unsqueeze(-1).contiguous())
+
+    def _layer(self, name: str, part: slice) -> tuple[Tensor, Tensor]:
+        """Weights (k, out, in) and biases (k, out, 1) of some classes; k = 1 where all classes share them."""
+        weight, bias = self.get_buffer(f"{name}_weight"), self.get_buffer(f"{name}_bias")
+        return weight if len(weight) == 1 else weight[part], bias if len(bias) == 1 else bias[part]
+
+    def _linear(self, name: str, value: Tensor, part: slice) -> Tensor:
+        weight, bias = self._layer(name, part)
+        return torch.baddbmm(bias, weight.expand(len(value), -1, -1), value)
+
+    def forward(self, value: Tensor, part: slice) -> Tensor:
+        """What the networks of some classes say about (D, B) or (k, D, B) values: (outputs, k, D, B)."""
+        if value.ndim == 2:
+            # the same samples for all classes: one product gives every class its first layer
+            weight, bias = self._layer("initial", part)
+            hidden = (weight.flatten(0, 1) @ value).unflatten(0, (len(weight), -1)) + bias
+        else:
+            hidden = self._linear("initial", value, part)
+        for block in range(self.num_blocks):
+            inner = self._linear(f"block_{block}_0", F.relu(hidden), part)
+            hidden = hidden + self._linear(f"block_{block}_1", F.relu(inner), part)
+        return self._linear("final", hidden, part).unflatten(1, (self.outputs, -1)).movedim(1, 0)
+
+
+def _context(own: Parameters, name: str) -> Tensor:
+    """What a context layer adds for each class, shape (K, H)."""
+    return own[f"{name}.weight"][0].t() + own[f"{name}.bias"]
