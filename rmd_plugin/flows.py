@@ -1,11 +1,8 @@
 """Masked autoregressive flows on nflows, stacked: many flows of one shape evaluated as one batch of matrices.
 
 The parameters keep the names, shapes and meaning that nflows gives them, with one leading dimension for the flow: every
-flow of a stack can be loaded into a plain ``nflows.flows.Flow`` (:meth:`FlowSpec.unstack`). Two evaluations are here:
-
-* :func:`stacked_log_prob`, differentiable, for training: flow ``s`` sees its own samples.
-* :class:`FlowBank`, for scoring: every flow sees every sample, masks, class centres, contexts and permutations are
-  folded into the weights once, and the first layer of all flows is one matrix product.
+flow of a stack can be loaded into a plain ``nflows.flows.Flow`` (:meth:`FlowSpec.unstack`). ``flow_training`` trains
+such stacks, ``flow_scoring`` folds them for many samples.
 
 Tensors inside run *features first*, ``(flows, features, samples)``: each product then reads weights as they are stored.
 """
@@ -27,7 +24,7 @@ from nflows.transforms import (
     Transform,
 )
 from nflows.transforms.made import MADE
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 Kind = Literal["maf", "rqs"]
@@ -35,10 +32,6 @@ Parameters = dict[str, Tensor]
 
 KINDS: tuple[Kind, ...] = ("maf", "rqs")
 LOG_TWO_PI = math.log(2 * math.pi)
-#: samples that a CPU should score at a time, and numbers that a pass over some classes then makes at its widest: the
-#: pass stays in the cores' caches, which is worth a factor of two
-PASS_SAMPLES = 256
-_PASS_NUMBERS = 2**20
 # floors by which nflows keeps scales, bins and slopes positive: with the same numbers our densities equal its own
 _MIN_SCALE = 1e-3
 _MIN_BIN = 1e-3
@@ -287,122 +280,3 @@ def _knots(raw: Tensor, bound: float) -> tuple[Tensor, Tensor]:
     low, high = torch.full_like(raw[:1], -bound), torch.full_like(raw[:1], bound)
     begin = torch.cat((low, inner))
     return torch.cat((inner, high)) - begin, begin
-
-
-class FlowBank(nn.Module):
-    """Densities of K flows at the same samples: buffers only, made for scoring.
-
-    Masks, contexts, reversals and class centres are folded into the weights when the bank is made.
-
-    Args:
-        spec: shape of the flows.
-        params: stacked parameters of K flows, or of one flow with K contexts.
-        centers: class k's flow acts on ``u - centers[k]``, shape (K, D).
-        plain: classes whose density is the standard normal instead of a flow, shape (K,), or None for no such class.
-    """
-
-    centers: Tensor
-    plain: Tensor | None
-
-    def __init__(self, spec: FlowSpec, params: Parameters, centers: Tensor, plain: Tensor | None = None) -> None:
-        super().__init__()
-        self.spec = spec
-        self.register_buffer("centers", centers.to(next(iter(params.values())).dtype))
-        self.register_buffer("plain", plain if plain is not None and bool(plain.any()) else None)
-        self.networks = nn.ModuleList(
-            _FoldedNetwork(spec, params, index, centers if index == 0 else None) for index in range(spec.transforms)
-        )
-        self.chunk = max(1, _PASS_NUMBERS // (PASS_SAMPLES * spec.features * spec.outputs))
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes K."""
-        return self.centers.shape[0]
-
-    def forward(self, u: Tensor) -> Tensor:
-        """Log-density of every class, shape (B, K), at whitened features of shape (B, D)."""
-        columns = u.t().contiguous()
-        parts = [
-            self._log_prob(columns, slice(start, start + self.chunk))
-            for start in range(0, self.num_classes, self.chunk)
-        ]
-        return torch.cat(parts).t()
-
-    def _log_prob(self, u: Tensor, part: slice) -> Tensor:
-        """Log-density of some classes, shape (k, B), at samples of shape (D, B)."""
-        start = u - self.centers[part].unsqueeze(-1)
-        value = start
-        total = value.new_zeros(())
-        for index, network in enumerate(self.networks):
-            outputs = network(u if index == 0 else value, part)
-            value, logdet = elementwise(self.spec, value, outputs)
-            total = total + logdet
-        log_prob = total - 0.5 * value.square().sum(1)
-        if self.plain is not None:
-            normal = -0.5 * start.square().sum(1)
-            log_prob = torch.where(self.plain[part].unsqueeze(-1), normal, log_prob)
-        return log_prob - 0.5 * self.spec.features * LOG_TWO_PI
-
-
-class _FoldedNetwork(nn.Module):
-    """The masked network of one transform for K classes, without masks, contexts, reversals and centres."""
-
-    def __init__(self, spec: FlowSpec, params: Parameters, index: int, centers: Tensor | None) -> None:
-        super().__init__()
-        prefix = spec.prefix(index)
-        self.outputs = spec.outputs
-        self.num_blocks = spec.num_blocks
-        own = {name[len(prefix) :]: value.detach() for name, value in params.items() if name.startswith(prefix)}
-        first, final = own["initial_layer.weight"], own["final_layer.weight"]
-        # output-major: all scales, then all shifts, so that each is one block of memory
-        final = final.unflatten(1, (spec.features, spec.outputs)).transpose(1, 2)
-        final_bias = own["final_layer.bias"].unflatten(1, (spec.features, spec.outputs)).transpose(1, 2)
-        if index % 2:
-            first, final, final_bias = first.flip(2), final.flip(2), final_bias.flip(2)
-        bias = own["initial_layer.bias"]
-        if spec.contexts:
-            bias = bias + F.relu(_context(own, "context_layer"))
-        if centers is not None:
-            # float64: a centre may be far away, and its product is subtracted from another large one
-            moved = (first.double() @ centers.double().unsqueeze(-1)).squeeze(-1)
-            bias = (bias.double() - moved).to(bias.dtype)
-        self._add("initial", first, bias)
-        for block in range(spec.num_blocks):
-            for layer in (0, 1):
-                name = f"blocks.{block}.linear_layers.{layer}"
-                bias = own[f"{name}.bias"]
-                if spec.contexts and layer == 0:
-                    bias = bias + _context(own, f"blocks.{block}.context_layer")
-                self._add(f"block_{block}_{layer}", own[f"{name}.weight"], bias)
-        self._add("final", final.flatten(1, 2), final_bias.flatten(1, 2))
-
-    def _add(self, name: str, weight: Tensor, bias: Tensor) -> None:
-        self.register_buffer(f"{name}_weight", weight.contiguous())
-        self.register_buffer(f"{name}_bias", bias.unsqueeze(-1).contiguous())
-
-    def _layer(self, name: str, part: slice) -> tuple[Tensor, Tensor]:
-        """Weights (k, out, in) and biases (k, out, 1) of some classes; k = 1 where all classes share them."""
-        weight, bias = self.get_buffer(f"{name}_weight"), self.get_buffer(f"{name}_bias")
-        return weight if len(weight) == 1 else weight[part], bias if len(bias) == 1 else bias[part]
-
-    def _linear(self, name: str, value: Tensor, part: slice) -> Tensor:
-        weight, bias = self._layer(name, part)
-        return torch.baddbmm(bias, weight.expand(len(value), -1, -1), value)
-
-    def forward(self, value: Tensor, part: slice) -> Tensor:
-        """What the networks of some classes say about (D, B) or (k, D, B) values: (outputs, k, D, B)."""
-        if value.ndim == 2:
-            # the same samples for all classes: one product gives every class its first layer
-            weight, bias = self._layer("initial", part)
-            hidden = (weight.flatten(0, 1) @ value).unflatten(0, (len(weight), -1)) + bias
-        else:
-            hidden = self._linear("initial", value, part)
-        for block in range(self.num_blocks):
-            inner = self._linear(f"block_{block}_0", F.relu(hidden), part)
-            hidden = hidden + self._linear(f"block_{block}_1", F.relu(inner), part)
-        return self._linear("final", hidden, part).unflatten(1, (self.outputs, -1)).movedim(1, 0)
-
-
-def _context(own: Parameters, name: str) -> Tensor:
-    """What a context layer adds for each class, shape (K, H)."""
-    return own[f"{name}.weight"][0].t() + own[f"{name}.bias"]
