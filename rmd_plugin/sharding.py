@@ -1,0 +1,170 @@
+"""Each process's share of a loader: no padding, no duplicates, no trace in the global random state.
+
+Lightning's ``DistributedSampler`` repeats samples until every rank has as many as the others. Here a loader is made
+anew around the same dataset, in order and with a generator of its own, and each rank takes every world-th sample. Where
+Lightning's sampler is in use, :func:`own_samples` tells which samples of a batch are repetitions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+
+class Shard:
+    """A process's share of a loader, and where its samples stand in the whole.
+
+    Args:
+        batches: the batches of this process.
+        rank: of this process.
+        world: number of processes.
+        by_sample: whether the samples were dealt out one by one; else whole batches were.
+    """
+
+    def __init__(self, batches: Iterable[Any], rank: int, world: int, *, by_sample: bool) -> None:
+        self._batches = batches
+        self._rank = rank
+        self._world = world
+        self._by_sample = by_sample
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+    def places(self, batch: int, start: int, size: int) -> Tensor:
+        """Numbers that put the samples of all processes into one order, the loader's own if it has one.
+
+        Args:
+            batch: number of the batch in this share.
+            start: number of samples in the batches before it.
+            size: number of samples in it.
+
+        Returns:
+            Integers of shape (size,).
+        """
+        offsets = torch.arange(size)
+        if self._by_sample:
+            return (start + offsets) * self._world + self._rank
+        return ((batch * self._world + self._rank) << 32) + offsets
+
+
+def shard(
+    loader: Iterable[Any], *, rank: int = 0, world: int = 1, limit: float | int | None = None, seed: int = 0
+) -> Shard:
+    """The share of one process.
+
+    A ``DataLoader`` over a map-style dataset is rebuilt: same dataset, batch size, collation and number of workers, but
+    unshuffled, with its own generator, and restricted to the indices of a ``SubsetRandomSampler`` if it has one. With a
+    limit, samples are spread evenly over the dataset, which may be sorted by class. Of other iterables, such as a list
+    of batches, each process takes every world-th batch; a loader over an ``IterableDataset`` has to share itself out
+    between the processes, as always in Lightning.
+
+    Args:
+        loader: yields batches.
+        rank: of this process.
+        world: number of processes.
+        limit: batches per process (int), or the fraction of all batches (float); None for all.
+        seed: of the loader's generator, which seeds its workers.
+
+    Returns:
+        The batches of this process.
+
+    Raises:
+        ValueError: if the limit is not positive, or a fraction of an unknown length.
+    """
+    if limit is not None and (isinstance(limit, bool) or limit <= 0 or (isinstance(limit, float) and limit > 1)):
+        raise ValueError(f"the limit must be a positive number of batches or a fraction up to 1.0, got {limit!r}.")
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return _shard_batches(loader, rank, world, limit)
+    indices = _dataset_indices(loader)
+    # batch_size None: the dataset yields whole batches
+    whole = loader.batch_sampler is None
+    size = 1 if whole else loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 64
+    if limit is not None:
+        batches = limit * world if isinstance(limit, int) else math.ceil(limit * math.ceil(len(indices) / size))
+        count = min(len(indices), batches * size)
+        indices = [indices[i * len(indices) // count] for i in range(count)]
+    workers: dict[str, Any] = {}
+    if loader.num_workers:
+        workers = {
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+            "worker_init_fn": loader.worker_init_fn,
+            "timeout": loader.timeout,
+        }
+    batches_of_rank: DataLoader[Any] = DataLoader(
+        loader.dataset,
+        batch_size=None if whole else size,
+        sampler=indices[rank::world],
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        generator=torch.Generator().manual_seed(seed),
+        **workers,
+    )
+    return Shard(batches_of_rank, rank, world, by_sample=not whole)
+
+
+def own_samples(loader: object, start: int, size: int, *, rank: int, world: int) -> Tensor | None:
+    """Which samples of a batch count on this process, so that over all processes each counts once.
+
+    Args:
+        loader: the loader that Lightning runs.
+        start: number of samples that this process has seen of it in this epoch.
+        size: number of samples in the batch.
+        rank: of this process.
+        world: number of processes.
+
+    Returns:
+        A mask of shape (size,), or None if all of them count, or if the loader does not tell.
+    """
+    if world == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    places = torch.arange(start, start + size)
+    if isinstance(sampler, DistributedSampler):
+        # rank r holds places r, r + world, ... of the set, which is padded at its end by its first samples
+        return places * sampler.num_replicas + sampler.rank < len(sampler.dataset)  # type: ignore[arg-type]
+    if isinstance(sampler, SequentialSampler):
+        return places % world == rank  # use_distributed_sampler=False: every process runs the whole set
+    return None
+
+
+def _shard_batches(loader: Iterable[Any], rank: int, world: int, limit: float | int | None) -> Shard:
+    self_sharding = isinstance(loader, DataLoader)
+    if isinstance(limit, float):
+        if limit == 1.0:
+            limit = None
+        elif isinstance(loader, Sized):
+            limit = math.ceil(limit * len(loader) / (1 if self_sharding else world))
+        else:
+            raise ValueError(f"a loader without a length cannot be limited to the fraction {limit}. Give an integer.")
+    stop = None if limit is None else int(limit)
+    if self_sharding:
+        return Shard(_Slice(loader, 0, stop, 1), rank, world, by_sample=False)
+    return Shard(_Slice(loader, rank, None if stop is None else stop * world, world), rank, world, by_sample=False)
+
+
+class _Slice:
+    def __init__(self, batches: Iterable[Any], start: int, stop: int | None, step: int) -> None:
+        self._arguments = (batches, start, stop, step)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches, *bounds = self._arguments
+        return islice(batches, *bounds)
+
+
+def _dataset_indices(loader: DataLoader[Any]) -> Sequence[int]:
+    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    # Lightning wraps a sampler of the user's into a distributed one: dataset -> _sampler
+    while isinstance(sampler, DistributedSampler) and hasattr(sampler.dataset, "_sampler"):
+        sampler = sampler.dataset._sampler
+    indices = getattr(sampler, "indices", None)
+    if isinstance(indices, Tensor):
+        indices = indices.tolist()
+    return indices if isinstance(indices, (list, tuple, range)) else range(len(loader.dataset))  # type: ignore[arg-type]
