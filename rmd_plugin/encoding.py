@@ -159,7 +159,7 @@ class BatchEncoder:
 
         If the layer fired several times, the last call with as many samples as there are labels counts.
         """
-        labels = self._checked_labels(batch)
+        labels = self.labels_of(batch)
         calls = self._recorder.stop()
         if self._encode is not None:
             if self.logits and not calls.root:
@@ -287,7 +287,8 @@ class BatchEncoder:
             "Pass forward=lambda module, batch: module.model(batch[0]), or define forward()."
         )
 
-    def _checked_labels(self, batch: Any) -> Tensor | None:
+    def labels_of(self, batch: Any) -> Tensor | None:
+        """Integer labels of a batch, shape (B,), or None if it has none."""
         labels = self._labels(batch)
         if labels is None:
             return None

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from rmd_plugin.encoding import Encoded, EncodingError, batch_inputs
-from rmd_plugin.guest import isolated_rng, visiting
+from rmd_plugin.guest import visiting
 from rmd_plugin.metrics import FeatureRows, quiet_compute
 
 Food = Literal["moments", "features", "logits", "inputs", "nothing"]
@@ -52,18 +52,18 @@ def score_batch(detector: Detector, encoded: Encoded, batch: Any, module: nn.Mod
         encoded: the encoded batch.
         batch: the batch itself, for detectors that are scored on the inputs.
         module: the network, which such detectors run and which is afterwards as it was.
-        seed: of what the detector may draw.
+        seed: of what such a detector draws.
 
     Returns:
         Scores of shape (B,), higher means more likely OOD.
     """
     if isinstance(detector, FeaturesDetector):
-        with isolated_rng(seed), torch.no_grad():
+        with torch.no_grad():
             return detector.predict_features(encoded.features)
     if isinstance(detector, LogitsDetector):
         if encoded.logits is None:
             raise ValueError(f"{type(detector).__name__} needs logits, but the head's output is not a tensor (B, C).")
-        with isolated_rng(seed), torch.no_grad():
+        with torch.no_grad():
             return detector.predict_logits(encoded.logits)
     # such detectors may differentiate: copies made outside of inference mode can take part in autograd
     with visiting(module, seed), torch.inference_mode(False), torch.enable_grad():
