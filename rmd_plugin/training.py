@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from rmd_plugin.backbones.base import Backbone
-    from rmd_plugin.benchmarks.base import OODBenchmark
+    from rmd_plugin.benchmarks.base import OODBenchmark, Split
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], Any]
+Transform = Callable[[Any], Tensor]
 
 
 class Classifier(pl.LightningModule):
@@ -99,38 +100,51 @@ class BenchmarkData(pl.LightningDataModule):
 
     Args:
         benchmark: where the data comes from.
+        train_transform: what the network wants in front of training items; None leaves it to the benchmark.
+        test_transform: the same for all other items.
         batch_size: samples per batch.
         num_workers: worker processes per loader.
         seed: of the shuffling; the global random state is not used.
     """
 
-    def __init__(self, benchmark: OODBenchmark, *, batch_size: int = 128, num_workers: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        benchmark: OODBenchmark,
+        *,
+        train_transform: Transform | None = None,
+        test_transform: Transform | None = None,
+        batch_size: int = 128,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
         super().__init__()
         self.benchmark = benchmark
+        self.train_transform = train_transform
+        self.test_transform = test_transform
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.seed = seed
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled training samples behind the training transform."""
-        return self._loader(self.benchmark.train_set(), shuffle=True)
+        return self._loader(self.benchmark.train_set(), self.train_transform, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Held-out in-distribution samples."""
-        return self._loader(self.benchmark.val_set())
+        return self._loader(self.benchmark.val_set(), self.test_transform)
 
     def fit_dataloader(self) -> DataLoader[Any]:
         """Training samples behind the clean transform, in order: what detectors are fitted on."""
-        return self._loader(self.benchmark.fit_set())
+        return self._loader(self.benchmark.fit_set(), self.test_transform)
 
     def ood_dataloaders(self) -> dict[str, DataLoader[Any]]:
         """OOD test sets by name. They are only looked at, never trained or selected on."""
-        sets = self.benchmark.test_sets(known=False)
-        return {name: self._loader(data) for name, data in zip(self.benchmark.ood_names, sets, strict=True)}
+        sets = zip(self.benchmark.ood_names, self.benchmark.test_oods, strict=True)
+        return {name: self._loader(data, self.test_transform) for name, data in sets}
 
-    def _loader(self, data: Dataset[Any], *, shuffle: bool = False) -> DataLoader[Any]:
+    def _loader(self, data: Split, transform: Transform | None, *, shuffle: bool = False) -> DataLoader[Any]:
         return DataLoader(
-            data,
+            data if transform is None else data.with_transform(transform),
             batch_size=self.batch_size,
             shuffle=shuffle,
             num_workers=self.num_workers,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict, read_write
@@ -52,7 +53,7 @@ def config_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def _set_run_folder(folder: str) -> None:
-    config = HydraConfig.instance().cfg
+    config: Any = HydraConfig.instance().cfg  # a DictConfig, whatever its annotation says
     if config is not None:
         with read_write(config), open_dict(config):
             config.hydra.run.dir = folder

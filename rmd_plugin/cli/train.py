@@ -3,8 +3,12 @@
 import hydra
 from omegaconf import DictConfig
 
+from rmd_plugin.cli.configs import config_path, register_resolvers
 
-@hydra.main(version_base="1.3", config_path="pkg://rmd_plugin.conf", config_name="train")
+register_resolvers()
+
+
+@hydra.main(version_base="1.3", config_path=config_path(), config_name="train")
 def main(config: DictConfig) -> float | None:
     """Run one job; in a multirun Hydra calls this once per combination.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import warnings
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -16,65 +17,211 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.utilities import rank_zero_only
 
 from rmd_plugin.callback import OODMonitor
+from rmd_plugin.catalogue import Sources, prepare
+from rmd_plugin.cli.assembly import make_backbone, make_benchmark, make_detectors, one_clear_error, run_names
+from rmd_plugin.cli.compare_job import print_tables, write_outputs
 from rmd_plugin.cli.relaunch import single_job
+from rmd_plugin.comparison import compare
+from rmd_plugin.detectors import RMD, Mahalanobis
+from rmd_plugin.extraction import TEST, TRAIN, Extractor
+from rmd_plugin.feature_cache import FeatureCache
+from rmd_plugin.reporting.page import write_report
+from rmd_plugin.run_folder import RunFolder
 from rmd_plugin.training import BenchmarkData, Classifier
 
 log = logging.getLogger(__name__)
 
-#: file names below the output folder
+#: folders below the output folder
 CHECKPOINTS, PRETRAINED = "checkpoints", "pretrained"
 
 
-def make_trainer(config: DictConfig, folder: Path, callbacks: list[Callback], **changes: Any) -> pl.Trainer:
-    """The Lightning trainer of the config.
+def run(config: DictConfig) -> float | None:
+    """Run the job that a config describes.
 
     Args:
-        config: the job's config; ``trainer`` passes straight through to ``pytorch_lightning.Trainer``.
-        folder: output folder.
-        callbacks: what to attach.
-        changes: arguments that replace the config's.
+        config: the composed ``conf/train.yaml``.
+
+    Returns:
+        The best validation accuracy, None where nothing was trained.
     """
-    loggers = [instantiate(node) for node in config.logger.values()]
-    trainer = instantiate(config.trainer, _partial_=True)
-    return trainer(callbacks=callbacks, **{"logger": loggers or False, "default_root_dir": folder, **changes})
+    with one_clear_error("rmd-train"):
+        folder = RunFolder(HydraConfig.get().runtime.output_dir)
+        if config.resume and folder.done:
+            log.info("finished before, not run again: %s", folder.path)
+            return None
+        pl.seed_everything(config.seed, workers=True, verbose=False)
+        if getattr(rank_zero_only, "rank", 0):  # a further process of DDP: it only helps to train
+            Job(config, folder).train()
+            return None
+        benchmark, backbone = run_names(config)
+        about: dict[str, str | int] = {"benchmark": benchmark, "backbone": backbone, "seed": int(config.seed)}
+        # unresolved: a run that is repeated from this file writes to a folder of its own
+        with folder.running(config=OmegaConf.to_yaml(config), about=about):
+            job = Job(config, folder)
+            accuracy = job.train()
+            job.compare(benchmark, backbone)
+            return accuracy
 
 
-def checkpointing(folder: Path, metric: str, mode: str) -> ModelCheckpoint:
-    """Keep the best weights by a metric of the validation data, and the last ones to go on from."""
-    return ModelCheckpoint(
-        dirpath=folder, filename="best", monitor=metric, mode=mode, save_last=True, enable_version_counter=False
-    )
+class Job:
+    """Benchmark, backbone and detectors of a config, put together.
+
+    Args:
+        config: the composed config.
+        folder: where everything is written.
+    """
+
+    def __init__(self, config: DictConfig, folder: RunFolder) -> None:
+        self.config, self.folder = config, folder
+        self.detectors = make_detectors(config)
+        self.benchmark = make_benchmark(config)
+        self.backbone = make_backbone(config, self.benchmark, num_classes=self.benchmark.num_classes)
+        self.module = Classifier(self.backbone, **instantiate(config.optimizer))
+        self.data = BenchmarkData(
+            self.benchmark,
+            train_transform=self.backbone.train_transform,
+            test_transform=self.backbone.test_transform,
+            batch_size=config.batch_size,
+            num_workers=config.num_workers,
+            seed=config.seed,
+        )
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train(self) -> float | None:
+        """Train in one or two stages and leave the weights with the best validation accuracy in the module.
+
+        Returns:
+            That accuracy; None with ``train=false``.
+        """
+        config = self.config
+        if not config.train:
+            if config.ckpt_path is not None:
+                self._load(Path(config.ckpt_path))
+            elif not self.backbone.head_loaded:
+                raise ValueError("train=false evaluates trained weights: give ckpt_path=FILE or backbone.checkpoint=FILE.")
+            return None
+        if config.pretrain:
+            self._pretrain()
+        monitor = OODMonitor(self._monitored(), head="backbone.head", seed=config.seed)
+        keep = self._checkpointing(CHECKPOINTS, "val/acc", "max")
+        trainer = self._trainer([monitor, keep])
+        with single_job():
+            trainer.fit(self.module, datamodule=self.data, ckpt_path=self._last(CHECKPOINTS) or config.ckpt_path)
+        if trainer.is_global_zero:
+            self.folder.write_history(monitor.history)
+        if trainer.interrupted:
+            log.warning("training was stopped: going on with the best weights so far")
+        if keep.best_model_path:
+            self._load(Path(keep.best_model_path))
+        return None if keep.best_model_score is None else float(keep.best_model_score)
+
+    def _pretrain(self) -> None:
+        """First stage: train the encoder without labels. A finished stage is loaded instead when the job resumes."""
+        config, done = self.config, self.folder.path / PRETRAINED / "done.ckpt"
+        stage = instantiate(config.pretrain.stage)(self.backbone)
+        if config.resume and done.is_file():
+            log.info("pre-training was finished before: %s", done)
+            stage.load_state_dict(torch.load(done, map_location="cpu", weights_only=True)["state_dict"])
+            return
+        keep = self._checkpointing(PRETRAINED, "val/loss", "min")
+        trainer = self._trainer([keep], max_epochs=config.pretrain.max_epochs, logger=False)
+        with single_job():
+            trainer.fit(stage, datamodule=self.data, ckpt_path=self._last(PRETRAINED))
+        if trainer.interrupted:
+            raise KeyboardInterrupt
+        trainer.save_checkpoint(done)
+
+    def _monitored(self) -> dict[str, Any]:
+        sources = Sources(self.backbone.feature_dim, self.benchmark.num_classes)
+        unknown = [name for name in self.config.monitor if name not in self.detectors]
+        if unknown:
+            raise ValueError(
+                f"monitor names {', '.join(unknown)}, which detector= does not choose. "
+                f"Chosen are {', '.join(self.detectors)}."
+            )
+        return {name: prepare(self.detectors[name], sources).detector for name in self.config.monitor}
+
+    def _trainer(self, callbacks: list[Callback], **changes: Any) -> pl.Trainer:
+        """The trainer of the config, whose arguments pass straight through to Lightning."""
+        loggers = [instantiate(node) for node in self.config.logger.values()]
+        usual = {"logger": loggers or False, "default_root_dir": self.folder.path}
+        make = instantiate(self.config.trainer, _partial_=True)
+        return cast(pl.Trainer, make(callbacks=callbacks, **(usual | changes)))
+
+    def _checkpointing(self, name: str, metric: str, mode: str) -> ModelCheckpoint:
+        """Keep the best weights by a metric of the validation data, and the last ones to go on from."""
+        return ModelCheckpoint(
+            dirpath=self.folder.path / name,
+            filename="best",
+            monitor=metric,
+            mode=mode,
+            save_last=True,
+            enable_version_counter=False,
+        )
+
+    def _last(self, name: str) -> Path | None:
+        path = self.folder.path / name / "last.ckpt"
+        return path if self.config.resume and path.is_file() else None
+
+    def _load(self, path: Path) -> None:
+        """Take over the weights of a Lightning checkpoint; nothing in the file is executed."""
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no checkpoint {path}.")
+        self.module.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
+
+    # -- what came out ------------------------------------------------------------------------------------------------
+
+    def compare(self, benchmark: str, backbone: str) -> None:
+        """Compare the detectors on the trained weights; write and show the results.
+
+        Args:
+            benchmark: name for the rows.
+            backbone: name for the rows.
+        """
+        config = self.config
+        self.backbone.head_loaded = True  # it was trained, or came with the checkpoint
+        extractor = Extractor(
+            self.benchmark,
+            self.backbone,
+            cache=None if config.cache_dir is None else FeatureCache(config.cache_dir),
+            batch_size=config.batch_size,
+            num_workers=config.num_workers,
+            names={"benchmark": benchmark, "backbone": backbone},
+            progress=sys.stderr.isatty(),
+        )
+        result = compare(
+            extractor,
+            self.detectors,
+            benchmark=benchmark,
+            backbone=backbone,
+            seed=config.seed,
+            head="own",
+            resamples=config.resamples,
+            after_each=lambda so_far: self.folder.write_rows(so_far.rows),
+        )
+        write_outputs(result, self.folder, figures=bool(config.figures))
+        self.folder.write_directions(contributions(extractor))
+        page = write_report(self.folder)
+        print_tables(result)
+        print(f"Report: {page}")
+        if result.interrupted:
+            raise KeyboardInterrupt
 
 
-def pretrain(config: DictConfig, backbone: Any, data: BenchmarkData, folder: Path) -> None:
-    """First stage: train the encoder without labels. A finished stage is loaded instead when the job resumes."""
-    done, last = folder / PRETRAINED / "done.ckpt", folder / PRETRAINED / "last.ckpt"
-    stage = instantiate(config.pretrain.stage)(backbone)
-    if config.resume and done.is_file():
-        log.info("pre-training was finished: %s", done)
-        stage.load_state_dict(torch.load(done, map_location="cpu", weights_only=True)["state_dict"])
-        return
-    keep = checkpointing(folder / PRETRAINED, "val/loss", "min")
-    trainer = make_trainer(config, folder, [keep], max_epochs=config.pretrain.max_epochs, logger=False)
-    with single_job():
-        trainer.fit(stage, datamodule=data, ckpt_path=last if config.resume and last.is_file() else None)
-    trainer.save_checkpoint(done)
+def contributions(extractor: Extractor) -> dict[str, dict[str, np.ndarray]]:
+    """What every direction adds to the scores of MD and RMD: the picture of why they differ.
 
+    Args:
+        extractor: the benchmark behind the backbone.
 
-def train(config: DictConfig, module: Classifier, data: BenchmarkData, monitor: OODMonitor, folder: Path) -> pl.Trainer:
-    """Second stage: train the classifier and leave its best weights in the module."""
-    keep = checkpointing(folder / CHECKPOINTS, "val/acc", "max")
-    trainer = make_trainer(config, folder, [monitor, keep])
-    last = folder / CHECKPOINTS / "last.ckpt"
-    path = last if config.resume and last.is_file() else config.ckpt_path
-    with single_job():
-        trainer.fit(module, datamodule=data, ckpt_path=path)
-    if keep.best_model_path:
-        load_weights(module, keep.best_model_path)
-    return trainer
-
-
-def load_weights(module: Classifier, path: str | Path) -> None:
-    """Take over the weights of a Lightning checkpoint; nothing in the file is executed."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    module.load_state_dict(checkpoint["state_dict"])
+    Returns:
+        Detector -> ``test`` or OOD set -> terms of shape (N, r).
+    """
+    fit = extractor.features(TRAIN)
+    found = {}
+    for name, detector in (("mahalanobis", Mahalanobis()), ("rmd", RMD())):
+        detector.fit_features(fit.features, fit.labels)
+        splits = (TEST, *extractor.distance)
+        found[name] = {split: detector.contributions(extractor.features(split).features).numpy() for split in splits}
+    return found
