@@ -1,0 +1,97 @@
+"""What a run was made with: the command, the versions, the commit. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+#: packages whose versions are worth keeping, where they are installed
+PACKAGES = (
+    "rmd-plugin", "torch", "pytorch-ood", "pytorch-lightning", "lightning", "torchmetrics", "nflows", "hydra-core",
+    "omegaconf", "numpy", "scipy", "scikit-learn", "matplotlib", "torchvision", "timm", "open-clip-torch",
+    "transformers", "hydra-joblib-launcher", "hydra-submitit-launcher",
+)  # fmt: skip
+
+
+def current_command(program: str | None = None) -> str:
+    """The command that repeats this run, as one would type it.
+
+    Inside a Hydra job of a sweep these are the job's own overrides, not those of the whole sweep.
+
+    Args:
+        program: name of the command, for example ``rmd-train``; by default the one that runs. A launcher's worker
+            process does not know it, so a command that can be swept gives it.
+    """
+    return shlex.join([*([program] if program else _program()), *_arguments()])
+
+
+def _program() -> list[str]:
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None and spec.name:
+        return ["python", "-m", spec.name.removesuffix(".__main__")]
+    name = os.path.basename(sys.argv[0])
+    return ["python", sys.argv[0]] if name.endswith(".py") else [name or "python"]
+
+
+def _arguments() -> list[str]:
+    # not imported here: without Hydra in memory there is no Hydra job
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    if hydra is not None and hydra.HydraConfig.initialized():
+        config = hydra.HydraConfig.get()
+        if config.mode is not None and config.mode.name == "MULTIRUN":
+            folders = [source.path for source in config.runtime.config_sources if source.provider == "command-line"]
+            options = ["--config-dir", folders[0], "--config-name", config.job.config_name] if folders else []
+            return [*options, *map(str, config.overrides.task)]
+    return sys.argv[1:]
+
+
+def collect_versions() -> dict[str, Any]:
+    """Versions of python, of the packages and of the code, and the platform."""
+    packages = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
+    if "rmd-plugin" not in packages:
+        # not installed: run from a checkout
+        from rmd_plugin import __version__
+
+        packages = {"rmd-plugin": __version__, **packages}
+    found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform(), "packages": packages}
+    commit = git_commit(Path(__file__).parent)
+    if commit:
+        found["commit"] = commit
+    project = git_commit(Path.cwd())
+    if project and project != commit:
+        found["project_commit"] = project
+    return found
+
+
+def git_commit(folder: Path) -> str | None:
+    """Commit of the checkout that a folder belongs to, with ``+changes`` if files differ from it.
+
+    Args:
+        folder: a folder; it counts only if the checkout tracks files in it.
+
+    Returns:
+        The hash, or None without git or a checkout.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        # an environment that lies inside somebody's checkout is not part of it
+        if not git("ls-files", "--", "."):
+            return None
+        commit = git("rev-parse", "HEAD")
+        return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
