@@ -208,14 +208,12 @@ class RunFolder:
             raise RunFolderError(
                 f"{self.file(STATUS)}: state must be one of {', '.join(get_args(State))}, got {state!r}."
             )
-        about = found.get("about")
-        texts = {name: str(found.get(name, "")) for name in ("reason", "started", "ended", "host")}
-        pid = found.get("pid")
+        about, pid = found.get("about"), found.get("pid")
         return RunStatus(
             cast(State, state),
             about=about if isinstance(about, dict) else {},
             pid=pid if isinstance(pid, int) else 0,
-            **texts,
+            **{name: str(found.get(name, "")) for name in ("reason", "started", "ended", "host")},
         )
 
     # -- what it was run with -----------------------------------------------------------------------------------------
