@@ -1,5 +1,6 @@
 """Other people's files: read strictly, never unpickled, refused with file, place and reason; downloads and archives."""
 
+import contextlib
 import functools
 import hashlib
 import http.server
@@ -7,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import tarfile
 import threading
 import zipfile
@@ -18,7 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rmd_plugin.benchmarks import ChecksumError, DataFormatError, DataNotFoundError, DownloadError
-from rmd_plugin.benchmarks.download import Remote, extract, fetch
+from rmd_plugin.benchmarks.archives import extract
+from rmd_plugin.benchmarks.download import Remote, fetch
 from rmd_plugin.benchmarks.files import check_hash, read_json, read_npy, read_npz, read_pt, resolve_data_dir, safe_name
 
 FUZZ = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -325,18 +328,61 @@ def tar_member(name, kind=tarfile.REGTYPE, link=""):
     return member
 
 
-def test_good_archives_are_unpacked_and_replace_what_was_there(tmp_path):
+def zip_of(path, **members):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+def unpacked(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_good_archives_are_unpacked_and_a_folder_of_a_faster_job_is_kept(tmp_path):
     tar_of(tmp_path / "a.tar.gz", (tar_member("top/x.txt"), b"tar"), (tar_member("top/sub/y.txt"), b""))
-    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
-        archive.writestr("z.txt", "zip")
-        archive.writestr("folder/", "")
+    zip_of(tmp_path / "b.zip", **{"z.txt": b"zip", "folder/": b""})
     into = tmp_path / "into"
-    (into / "top").mkdir(parents=True)
-    (into / "top" / "half-written").write_text("from a killed job")
     extract(tmp_path / "a.tar.gz", into)
     extract(tmp_path / "b.zip", into)
-    found = {p.relative_to(into).as_posix(): p.read_text() for p in into.rglob("*") if p.is_file()}
-    assert found == {"top/x.txt": "tar", "top/sub/y.txt": "", "z.txt": "zip"}
+    assert unpacked(into) == {"top/x.txt": b"tar", "top/sub/y.txt": b"", "z.txt": b"zip"}
+    (into / "top" / "x.txt").write_bytes(b"in use by another job")
+    extract(tmp_path / "a.tar.gz", into)
+    assert (into / "top" / "x.txt").read_bytes() == b"in use by another job"
+    assert sorted(path.name for path in into.iterdir()) == ["top", "z.txt"]
+
+
+def test_a_disk_that_cannot_be_written_is_one_clear_error(tmp_path, monkeypatch):
+    zip_of(tmp_path / "b.zip", x=b"zip")
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(DownloadError, match=r"could not unpack .*b\.zip into .*file"):
+        extract(tmp_path / "b.zip", tmp_path / "file")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(DownloadError, match=r"No space left on device.*free space"):
+        extract(tmp_path / "b.zip", tmp_path / "into")
+    assert list((tmp_path / "into").iterdir()) == []
+
+
+@FUZZ
+@given(data=st.data())
+def test_fuzzed_archives_are_refused_or_unpacked_inside_the_folder(data, tmp_path):
+    folder = tmp_path / "work"
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "into").mkdir(parents=True)
+    path = folder / "archive"
+    if data.draw(st.booleans()):
+        tar_of(path, (tar_member("top/x"), b"content" * 30), (tar_member("y"), b"more"))
+    else:
+        zip_of(path, **{"top/x": b"content" * 30, "y": b"more"})
+    path.write_bytes(damage(data, path.read_bytes()))
+    with contextlib.suppress(DataFormatError):
+        extract(path, folder / "into")
+    assert {item.name for item in folder.iterdir()} == {"archive", "into"}
+    # contents carry checksums; names in a zip do not
+    assert set(unpacked(folder / "into").values()) <= {b"content" * 30, b"more"}
 
 
 @pytest.mark.parametrize(
@@ -371,6 +417,14 @@ def test_zip_members_that_lead_out_of_the_folder_are_refused(tmp_path, name):
     with pytest.raises(DataFormatError, match="refused"):
         extract(tmp_path / "a.zip", tmp_path / "into")
     assert list((tmp_path / "into").iterdir()) == []
+
+
+def test_members_that_clash_are_refused(tmp_path):
+    tar_of(tmp_path / "a.tar.gz", (tar_member("x"), b"one"), (tar_member("x"), b"two"))
+    tar_of(tmp_path / "b.tar.gz", (tar_member("x"), b"one"), (tar_member("x/y"), b"two"))
+    for name in ("a.tar.gz", "b.tar.gz"):
+        with pytest.raises(DataFormatError, match="clashes with another one"):
+            extract(tmp_path / name, tmp_path / "into")
 
 
 def test_archives_that_are_too_large_or_truncated_are_refused(tmp_path):

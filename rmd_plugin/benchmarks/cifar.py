@@ -12,8 +12,9 @@ from pytorch_ood.api import BenchmarkInfo, Paper, Task
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.transforms import ToTensor
 
+from .archives import extract
 from .base import Modality, OODBenchmark, OODPool, Pool, Transform
-from .download import Remote, extract, fetch
+from .download import Remote, fetch
 from .errors import ChecksumError, DataFormatError, DataNotFoundError
 from .far_images import FAR_SETS, load_far_set
 from .files import read_npz, resolve_data_dir

@@ -34,7 +34,7 @@ class Digits(OODBenchmark):
         >>> from rmd_plugin.benchmarks import Digits
         >>> benchmark = Digits()
         >>> benchmark
-        Digits(train=650, val=216, test=217, digits_6_9=714, noise=217, inverted=217)
+        Digits(train=650, val=217, test=216, digits_6_9=714, noise=216, inverted=216)
     """
 
     name = "digits"

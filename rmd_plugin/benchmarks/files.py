@@ -69,7 +69,8 @@ def resolve_data_dir(data_dir: str | Path | None, wanted: str) -> Path:
     chosen = data_dir if data_dir is not None else os.environ.get(DATA_DIR_VARIABLE)
     if not chosen:
         raise DataNotFoundError(
-            f"{wanted} is looked for in a data folder, but data_dir is not given and the environment variable {DATA_DIR_VARIABLE} is not set. "
+            f"{wanted} is looked for in a data folder, but data_dir is not given and the environment variable "
+            f"{DATA_DIR_VARIABLE} is not set. "
             f"Pass data_dir=FOLDER or export {DATA_DIR_VARIABLE}=FOLDER."
         )
     return Path(chosen).expanduser()

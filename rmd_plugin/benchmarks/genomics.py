@@ -10,8 +10,9 @@ from pytorch_ood.api import BenchmarkInfo, Paper, Task
 from torch import Tensor
 from tqdm import tqdm
 
+from .archives import extract
 from .base import Distance, Modality, OODBenchmark, OODPool, Pool, Transform
-from .download import Remote, extract, fetch
+from .download import Remote, fetch
 from .errors import DataFormatError, DataNotFoundError
 from .fasta import BASES, OTHER, encode_bases
 from .files import read_json, resolve_data_dir
