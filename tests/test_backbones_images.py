@@ -175,7 +175,9 @@ def test_a_transform_pickles_and_names_its_choices() -> None:
     assert "size=16" in repr(transform)
 
 
-@pytest.mark.parametrize("item", ["a text", torch.rand(8, 8), torch.rand(2, 8, 8), torch.zeros(3, 8, 8, dtype=torch.long)])
+@pytest.mark.parametrize(
+    "item", ["a text", torch.rand(8, 8), torch.rand(2, 8, 8), torch.zeros(3, 8, 8, dtype=torch.long)]
+)
 def test_what_is_no_picture_is_refused(item: object) -> None:
     with pytest.raises(TypeError, match="Does this backbone fit the benchmark"):
         ImageTransform(16, (0.5,) * 3, (0.5,) * 3)(item)

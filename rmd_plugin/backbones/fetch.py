@@ -108,30 +108,37 @@ def hub_file(repo_id: str, filenames: Sequence[str], *, remedy: str) -> Path:
         WeightsNotFoundError: if it is neither cached nor to be had from the hub.
     """
     hub = require("huggingface_hub", extra="vision", needed_by=f"downloading {repo_id}")
+    errors = import_module("huggingface_hub.utils")
     for filename in filenames:
         cached = hub.try_to_load_from_cache(repo_id, filename)
         if isinstance(cached, str):
             return Path(cached)
-    places = [f"cache {hub.constants.HF_HUB_CACHE} (not there)"]
-    endpoint = hub.constants.ENDPOINT
+    cache, endpoint = hub_places()
     reason = hub_unavailable()
     for filename in filenames if reason is None else ():
         try:
             return Path(hub.hf_hub_download(repo_id, filename))
-        except hub.errors.EntryNotFoundError as error:
-            reason = _one_line(str(error))
-        except (OSError, hub.errors.HfHubHTTPError) as error:
-            reason = _one_line(str(error))
+        except errors.EntryNotFoundError as error:
+            reason = str(error)
+        except (OSError, errors.HfHubHTTPError) as error:
+            reason = str(error)
             break
-    raise WeightsNotFoundError(f"weights {repo_id}", [*places, f"{endpoint}/{repo_id} ({reason})"], remedy)
+    raise WeightsNotFoundError(
+        f"weights {repo_id}", [f"cache {cache} (not there)", f"{endpoint}/{repo_id} ({reason})"], remedy
+    )
+
+
+def hub_places() -> tuple[str, str]:
+    """The Hugging Face hub's cache folder on this machine, and its address."""
+    # by name: the package itself loads its parts only when they are first used
+    constants = require("huggingface_hub.constants", extra="text", needed_by="the Hugging Face hub")
+    return str(constants.HF_HUB_CACHE), str(constants.ENDPOINT)
 
 
 def hub_unavailable() -> str | None:
     """Why the Hugging Face hub cannot be asked, or ``None`` if it can."""
-    hub = require("huggingface_hub", extra="text", needed_by="asking the Hugging Face hub")
-    if hub.constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    return unreachable(hub.constants.ENDPOINT)
+    constants = require("huggingface_hub.constants", extra="text", needed_by="the Hugging Face hub")
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else unreachable(str(constants.ENDPOINT))
 
 
 def url_file(url: str) -> tuple[Path, str | None]:

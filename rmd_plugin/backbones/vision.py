@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rmd_plugin.backbones.base import Backbone, Checkpoint
+from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.backbones.fetch import WeightsNotFoundError, find_checkpoint, hub_file, require, url_file
 from rmd_plugin.backbones.transforms import IMAGENET_MEAN, IMAGENET_STD, image_transforms
 
@@ -61,7 +62,11 @@ class Timm(Backbone):
             close = timm.list_models(f"*{name.split('.')[0].split('_')[0]}*")[:5]
             raise ValueError(f"timm has no model {name!r}" + (f"; close: {', '.join(close)}." if close else "."))
         arguments: dict[str, Any] = dict(options or {})
-        config = timm.get_pretrained_cfg(name)
+        try:
+            config = timm.get_pretrained_cfg(name)
+        except RuntimeError as error:
+            tags = ", ".join(timm.list_pretrained(name.split(".")[0])) or "none"
+            raise ValueError(f"timm has no weights {name!r}; of this model it has {tags}.") from error
         if image_size is not None and config is not None and config.fixed_input_size:
             arguments.setdefault("img_size", image_size)  # its position embedding is made for one size
         numpy_file = checkpoint is not None and str(checkpoint).endswith(".npz")
@@ -73,7 +78,12 @@ class Timm(Backbone):
             overlay = {}
         if not (pretrained_head and overlay and not numpy_file):
             arguments["num_classes"] = 0
-        model = timm.create_model(name, pretrained=bool(overlay), pretrained_cfg_overlay=overlay, **arguments)
+        try:
+            model = timm.create_model(name, pretrained=bool(overlay), pretrained_cfg_overlay=overlay, **arguments)
+        except (KeyError, ValueError, OSError) as error:
+            if not numpy_file:
+                raise
+            raise CheckpointError(f"{checkpoint} does not hold the weights of {name}: {error}") from error
         classifier = None
         if "num_classes" not in arguments:
             classifier = model.get_classifier()
@@ -168,6 +178,8 @@ class OpenCLIP(Backbone):
             pretrained_text=False,
         )
         visual = model.visual
+        if getattr(visual, "output_tokens", False):
+            visual.output_tokens = False  # captioning models would give every patch beside the pooled features
         config = open_clip.get_pretrained_cfg(name, tag) or {}
         native = visual.image_size[0] if isinstance(visual.image_size, Sequence) else visual.image_size
         super().__init__(
