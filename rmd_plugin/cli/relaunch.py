@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import open_dict, read_write
+from omegaconf import read_write
 
 # flags whose value is the next word
 _WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp")
@@ -55,5 +55,5 @@ def config_flags(arguments: Sequence[str]) -> list[str]:
 def _set_run_folder(folder: str) -> None:
     config: Any = HydraConfig.instance().cfg  # a DictConfig, whatever its annotation says
     if config is not None:
-        with read_write(config), open_dict(config):
+        with read_write(config.hydra):
             config.hydra.run.dir = folder

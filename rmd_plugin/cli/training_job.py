@@ -49,6 +49,8 @@ def run(config: DictConfig) -> float | None:
         if config.resume and folder.done:
             log.info("finished before, not run again: %s", folder.path)
             return None
+        # which devices were found, and advertisements: the table at the end is what the user waits for
+        logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
         pl.seed_everything(config.seed, workers=True, verbose=False)
         if getattr(rank_zero_only, "rank", 0):  # a further process of DDP: it only helps to train
             Job(config, folder).train()
