@@ -44,7 +44,7 @@ LABELS = {
     "mcd": "MC dropout",
     "mcm": "MCM",
     "gram": "Gram",
-    "multi_mahalanobis": "MD, all layers",
+    "multi_mahalanobis": "MD (all layers)",
 }
 
 

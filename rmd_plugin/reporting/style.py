@@ -5,6 +5,7 @@ Figures are made by matplotlib's object interface with the Agg canvas; ``matplot
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -103,7 +104,19 @@ def save_figure(
     paths = []
     for suffix in formats:
         path = Path(f"{os.fspath(stem)}.{suffix}")
-        with house_style(), replacing(path, "wb") as file:
+        with house_style(), _quiet("fontTools"), replacing(path, "wb") as file:
             figure.savefig(file, format=suffix, dpi=160, metadata=undated.get(suffix))
         paths.append(path)
     return paths
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Keep a library's remarks out of the log: the PDF writer tells about every font table."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

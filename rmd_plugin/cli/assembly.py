@@ -1,0 +1,125 @@
+"""Config -> benchmark, backbone and detectors that fit each other."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.types import RunMode
+from hydra.utils import get_class, instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from rmd_plugin.catalogue import Factory
+
+#: backbones whose config is for any model of a library: the model's name belongs to the backbone's
+_GENERIC = ("bert", "timm", "torchvision", "open_clip")
+
+
+def make_benchmark(config: DictConfig) -> Any:
+    """The benchmark of a config, its reads encoded as the backbone takes them."""
+    node = config.benchmark
+    wanted = getattr(get_class(config.backbone._target_), "encoding", None)
+    if wanted is not None and "encoding" in node:
+        node = OmegaConf.merge(node, {"encoding": wanted})
+    return _instantiate(node, {})
+
+
+def make_backbone(config: DictConfig, benchmark: Any, *, num_classes: int | None = None) -> Any:
+    """The backbone of a config.
+
+    Args:
+        config: the job's config.
+        benchmark: what it is for: a missing number of input features is taken from its first sample.
+        num_classes: classes of a new head, where the config does not say; None leaves the head to the checkpoint.
+    """
+    node, changes = config.backbone, {}
+    if "in_features" in node and (OmegaConf.is_missing(node, "in_features") or node.in_features is None):
+        sample = benchmark.train_set()[0][0]
+        if isinstance(sample, Tensor):
+            changes["in_features"] = sample.numel()
+    if num_classes is not None and node.get("num_classes") is None:
+        changes["num_classes"] = num_classes
+    return _instantiate(node, changes)
+
+
+def make_detectors(config: DictConfig) -> dict[str, Factory]:
+    """Detectors of a config by name, each a partial that :func:`rmd_plugin.catalogue.prepare` completes."""
+    nodes = config.get("detector") or {}
+    if not nodes:
+        raise ValueError("no detector is chosen: detector=all, detector=paper, or detector=[rmd,mahalanobis].")
+    # a plain dict: instantiating the whole group at once would give a DictConfig
+    return {str(name): _partial(node) for name, node in nodes.items()}
+
+
+def _partial(node: DictConfig) -> Factory:
+    options = {str(key): value for key, value in node.items() if key not in ("_target_", "_partial_", "_convert_")}
+    plain = {key: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value for key, value in options.items()}
+    return functools.partial(get_class(node._target_), **plain)
+
+
+def run_names(config: DictConfig) -> tuple[str, str]:
+    """Names of benchmark and backbone for the rows, with the variant or model where one config has many."""
+    benchmark, backbone = str(config.names.benchmark), str(config.names.backbone)
+    for key, usual in (("variant", "full"), ("source", "published")):
+        value = config.benchmark.get(key)
+        if value not in (None, usual):
+            benchmark = f"{benchmark}:{value}"
+    if backbone in _GENERIC and config.backbone.get("name"):
+        backbone = f"{backbone}:{os.path.basename(str(config.backbone.name))}"
+    return benchmark, backbone
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of a config; ``auto`` takes the accelerator if there is one.
+
+    Raises:
+        ValueError: if there is no such device here.
+    """
+    if wanted == "auto":
+        current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return torch.device("cpu") if current is None else current
+    try:
+        device = torch.device(wanted)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device={wanted} cannot be used here: {reason}. Try device=cpu or device=auto.") from error
+    return device
+
+
+def _instantiate(node: DictConfig, changes: dict[str, Any]) -> Any:
+    """Instantiate, and let errors through as they are: Hydra wraps them in two more lines."""
+    try:
+        return instantiate(node, **changes)
+    except InstantiationException as wrapper:
+        if wrapper.__cause__ is not None:
+            raise wrapper.__cause__ from None
+        raise
+
+
+@contextmanager
+def one_clear_error(command: str) -> Iterator[None]:
+    """End a command with one sentence where data, weights, disk or options are at fault.
+
+    Errors of other kinds are faults of the program and keep their traceback, as does everything under
+    ``HYDRA_FULL_ERROR=1``. In a multirun the error goes to Hydra, which runs the other jobs first.
+    """
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        alone = not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN
+        if not alone or os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
+            raise
+        print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        # what a shell expects of a program that was stopped, instead of a traceback
+        sys.exit(130)

@@ -1,0 +1,25 @@
+"""``rmd-compare``: detectors on a benchmark, from a checkpoint, a frozen backbone or a file of features."""
+
+import hydra
+from omegaconf import DictConfig
+
+from rmd_plugin.cli.configs import config_path, register_resolvers
+
+register_resolvers()
+
+
+@hydra.main(version_base="1.3", config_path=config_path(), config_name="compare")
+def main(config: DictConfig) -> float | None:
+    """Run one comparison; in a multirun Hydra calls this once per combination.
+
+    Returns:
+        The best near-OOD AUROC, for sweepers that want a number.
+    """
+    # torch is imported only here: --help takes a second
+    from rmd_plugin.cli.compare_job import run
+
+    return run(config)
+
+
+if __name__ == "__main__":
+    main()

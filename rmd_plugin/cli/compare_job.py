@@ -1,0 +1,142 @@
+"""One job of ``rmd-compare``: assemble, compare, write. Composed by :mod:`rmd_plugin.cli.compare`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import cast
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from rmd_plugin.atomic import replacing
+from rmd_plugin.cli.assembly import (
+    choose_device,
+    make_backbone,
+    make_benchmark,
+    make_detectors,
+    one_clear_error,
+    run_names,
+)
+from rmd_plugin.comparison import Comparison, compare
+from rmd_plugin.extraction import Extractor
+from rmd_plugin.feature_cache import FeatureCache
+from rmd_plugin.reporting.table import to_html, to_latex, to_markdown, to_terminal
+from rmd_plugin.reporting.tables import comparison_tables, near_far_means
+from rmd_plugin.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+
+def run(config: DictConfig) -> float | None:
+    """Compare the detectors of a config and write everything into its output folder.
+
+    Args:
+        config: the composed config.
+
+    Returns:
+        The best near-OOD AUROC, None if there is none.
+    """
+    with one_clear_error("rmd-compare"):
+        benchmark, backbone = run_names(config)
+        folder = RunFolder(config.paths.output_dir)
+        about: dict[str, str | int] = {"benchmark": benchmark, "backbone": backbone, "seed": int(config.seed)}
+        with folder.running(config=_resolved(config), about=about):
+            result = _compare(config, benchmark, backbone, folder)
+            write_outputs(result, folder, figures=bool(config.figures))
+            print_tables(result)
+            print(f"Written to {folder.path}")
+            if result.interrupted:
+                raise KeyboardInterrupt
+    best = [means["near"] for means in near_far_means(result.rows).values() if not math.isnan(means["near"])]
+    return max(best, default=None)
+
+
+def _compare(config: DictConfig, benchmark_name: str, backbone_name: str, folder: RunFolder) -> Comparison:
+    detectors = make_detectors(config)
+    device = choose_device(str(config.device))
+    benchmark = make_benchmark(config)
+    backbone = make_backbone(config, benchmark, num_classes=benchmark.num_classes if config.head == "own" else None)
+    extractor = Extractor(
+        benchmark,
+        backbone,
+        cache=None if config.cache_dir is None else FeatureCache(config.cache_dir),
+        batch_size=config.batch_size,
+        num_workers=config.num_workers,
+        device=device,
+        names={"benchmark": benchmark_name, "backbone": backbone_name},
+        progress=bool(config.progress) and sys.stderr.isatty(),
+    )
+    return compare(
+        extractor,
+        detectors,
+        benchmark=benchmark_name,
+        backbone=backbone_name,
+        seed=config.seed,
+        head=config.head,
+        resamples=config.resamples,
+        remark=_remark(config, backbone),
+        after_each=lambda so_far: folder.write_rows(so_far.rows),
+    )
+
+
+def write_outputs(result: Comparison, folder: RunFolder, *, figures: bool = True) -> None:
+    """Write rows, scores, tables and pictures of a comparison.
+
+    Args:
+        result: the comparison.
+        folder: where to.
+        figures: whether to draw the pictures.
+    """
+    folder.write_rows(result.rows)
+    folder.write_scores(result.scores)
+    tables = comparison_tables(result.rows)
+    for name, render in (("table.md", to_markdown), ("table.tex", to_latex), ("table.html", to_html)):
+        with replacing(folder.file(name)) as file:
+            file.write("\n".join(map(render, tables)))
+    if figures and result.scores:
+        draw(result, folder.file("figures"))
+
+
+def draw(result: Comparison, folder: Path) -> list[Path]:
+    """Draw the pictures of a comparison as PNG and PDF.
+
+    Returns:
+        The files.
+    """
+    # matplotlib takes a second to import, and not every run draws
+    from rmd_plugin.reporting.figures import auroc_figure, histogram_figure, roc_figure
+    from rmd_plugin.reporting.style import save_figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    title = f"{result.rows[0].benchmark}, {result.rows[0].backbone}"
+    made = {
+        "auroc": auroc_figure(result.rows, title),
+        "roc": roc_figure(result.scores, result.rows, title=title),
+        "histograms": histogram_figure(result.scores, result.rows, title=title),
+    }
+    return [path for name, figure in made.items() for path in save_figure(figure, folder / name)]
+
+
+def print_tables(result: Comparison) -> None:
+    """Show the tables on the terminal; into a file or pipe they go at full width."""
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    for table in comparison_tables(result.rows):
+        console.print(to_terminal(table, width=console.width))
+
+
+def _remark(config: DictConfig, backbone: object) -> str:
+    node = config.backbone
+    weights = any(True for _ in backbone.parameters())  # type: ignore[attr-defined]
+    if weights and node.get("checkpoint") is None and not node.get("pretrained", False):
+        return "the encoder is untrained: backbone.checkpoint=FILE loads a trained one"
+    return ""
+
+
+def _resolved(config: DictConfig) -> DictConfig:
+    """The config without references to this run, so that another run can be started from it."""
+    plain = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config, resolve=True)))
+    plain.paths.output_dir = "${hydra:runtime.output_dir}"
+    return plain
