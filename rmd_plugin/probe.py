@@ -7,6 +7,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import skip_init
 
 from rmd_plugin.functional import NumericalWarning, check_features, check_labels
 
@@ -57,7 +58,8 @@ def fit_linear_probe(
         z.sub_(mean).mul_(scale)
         weight, bias = _minimise(z, y, classes, 1 / (len(z) * strength), max_iter)
     with torch.no_grad():
-        head = nn.Linear(z.shape[1], classes, device=z.device)
+        # without the random start, which would move the global random state
+        head = skip_init(nn.Linear, z.shape[1], classes, device=z.device)
         # back to the features as they come: W s (z - m) + b
         head.weight.copy_(weight * scale)
         head.bias.copy_(bias - (weight * scale) @ mean)

@@ -48,13 +48,14 @@ def test_samples_with_a_negative_label_are_left_out(data):
     assert torch.equal(mixed.weight, fit_linear_probe(z, y).weight)
 
 
-def test_it_works_in_inference_mode_and_leaves_the_features_alone(data):
+def test_it_works_in_inference_mode_and_leaves_features_and_random_state_alone(data):
     z, y = data
-    before = z.clone()
+    before, state = z.clone(), torch.random.get_rng_state()
     with torch.inference_mode():
         head = fit_linear_probe(z.clone(), y)
         assert torch.allclose(head.weight, fit_linear_probe(z, y).weight)
     assert torch.equal(z, before)
+    assert torch.equal(torch.random.get_rng_state(), state)
     assert not head.weight.requires_grad
 
 
