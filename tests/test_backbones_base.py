@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from rmd_plugin import backbones
 from rmd_plugin.backbones.base import Backbone
 from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.backbones.efficientnet import EfficientNetLite0
@@ -260,7 +261,7 @@ def test_the_fingerprint_sees_what_the_weights_do_not_show() -> None:
     for options in ({}, {"pooling": "cls"}, {"heads": 4}):
         torch.manual_seed(0)
         sizes = {"heads": 2, "width": 8, "depth": 1, "max_length": 30} | options
-        marks.add(GenomicsBERT(**sizes).fingerprint())  # type: ignore[arg-type]
+        marks.add(GenomicsBERT(**sizes).fingerprint())
     for size in (16, 32):
         marks.add(build("wrn", image_size=size).fingerprint())
     assert len(marks) == 5
@@ -295,19 +296,27 @@ def test_the_identity_learns_its_size_and_refuses_what_is_not_features() -> None
         Identity(num_classes=3)
 
 
+def test_the_package_lists_its_names_and_resolves_each() -> None:
+    assert {"WideResNet", "MaskedTokenPretraining"} <= set(dir(backbones))
+    for name in backbones.__all__:
+        assert getattr(backbones, name).__name__ == name
+    with pytest.raises(AttributeError, match=r"no attribute 'ResNext'\. Public names: .*WideResNet"):
+        _ = backbones.ResNext
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (lambda: WideResNet(27), "6n . 4"),
         (lambda: ResNet((1, 1), (4,)), "same groups"),
-        (lambda: ResNet((1,), (4,), shortcut="skip"), "'conv' or 'pad'"),  # type: ignore[arg-type]
+        (lambda: ResNet((1,), (4,), shortcut="skip"), "'conv' or 'pad'"),
         (lambda: MLP(4, ()), "backbone=identity"),
         (lambda: MLP(4, (4,), activation="sin"), "relu, gelu"),
         (lambda: SmallCNN(1, ()), "at least one"),
         (lambda: GenomicsBERT(kmer=9), "1..8"),
         (lambda: GenomicsBERT(kmer=2, stride=3), "no base is skipped"),
         (lambda: GenomicsBERT(width=10, heads=4), "multiple of heads"),
-        (lambda: GenomicsBERT(pooling="max"), "'mean' or 'cls'"),  # type: ignore[arg-type]
+        (lambda: GenomicsBERT(pooling="max"), "'mean' or 'cls'"),
     ],
 )
 def test_impossible_sizes_are_refused(wrong: Callable[[], object], message: str) -> None:

@@ -20,7 +20,7 @@ from rmd_plugin.backbones.stages import FineTuning, MaskedTokenPretraining
 def tiny_bert(**options: object) -> GenomicsBERT:
     torch.manual_seed(0)
     sizes = {"kmer": 1, "max_length": 24, "width": 32, "depth": 2, "heads": 4, "dropout": 0.0} | options
-    return GenomicsBERT(**sizes)  # type: ignore[arg-type]
+    return GenomicsBERT(**sizes)
 
 
 def test_one_hot_marks_the_base_and_leaves_unknown_ones_empty() -> None:

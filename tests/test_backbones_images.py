@@ -47,7 +47,7 @@ def test_resnet18_agrees_with_torchvisions_under_a_small_stem(tmp_path: Path) ->
 
     reference = resnet18(num_classes=7)
     reference.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    reference.maxpool = nn.Identity()  # type: ignore[assignment]
+    reference.maxpool = nn.Identity()
     stir(reference)
     torch.save({"model": reference.state_dict()}, tmp_path / "resnet18.pt")
     ours = ResNet(checkpoint=tmp_path / "resnet18.pt").eval()

@@ -1,5 +1,6 @@
 """Backbones of other libraries, offline: timm, open_clip, torchvision, transformers; and what happens without them."""
 
+import hashlib
 import importlib.util
 import json
 import socket
@@ -19,7 +20,9 @@ from rmd_plugin.backbones import fetch
 from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.backbones.fetch import MissingDependencyError, WeightsNotFoundError, unreachable
 from rmd_plugin.backbones.text import BERT
-from rmd_plugin.backbones.vision import OpenCLIP, Timm, TorchVision
+from rmd_plugin.backbones.vision import OpenCLIP, Timm, TorchVision, _from_url
+
+CONTENT = b"weights, or something like it"
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +132,12 @@ def server() -> Iterator[str]:
             self.send_response(403)
             self.end_headers()
 
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(CONTENT)))
+            self.end_headers()
+            self.wfile.write(CONTENT)
+
         def log_message(self, *_: object) -> None:
             pass
 
@@ -152,6 +161,55 @@ def test_a_server_is_reachable_if_it_answers_at_all(server: str, monkeypatch: py
         assert time.monotonic() - started < 3
     reasons.append(unreachable(address, timeout=0.2))  # now nobody listens at all
     assert all(reason and "\n" not in reason for reason in reasons)
+
+
+class _FakeHub:
+    """Answers a download by what it was told to hold."""
+
+    def __init__(self, held: dict[str, str | Exception]) -> None:
+        self.held = held
+        self.asked: list[str] = []
+
+    def __call__(self, repo_id: str, filename: str) -> str:
+        self.asked.append(filename)
+        answer = self.held[filename]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_a_download_tries_each_name_and_reports_the_last_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = pytest.importorskip("huggingface_hub.utils", reason="huggingface_hub is not installed")
+    absent = utils.EntryNotFoundError("404: no such file")
+    monkeypatch.setattr(fetch, "unreachable", lambda *_: None)
+    hub = _FakeHub({"a.bin": absent, "b.bin": "/cache/b.bin"})
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hub)
+    assert fetch.hub_file("org/model", ["a.bin", "b.bin"], remedy="-") == Path("/cache/b.bin")
+    for error, tried in ((absent, ["a.bin", "b.bin"]), (OSError("disk\nfull"), ["a.bin"])):
+        hub = _FakeHub({"a.bin": error, "b.bin": absent})
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", hub)
+        with pytest.raises(WeightsNotFoundError, match=r"org/model \((404: no such file|disk full)\)"):
+            fetch.hub_file("org/model", ["a.bin", "b.bin"], remedy="-")
+        assert hub.asked == tried
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_a_download_by_address_is_checked_against_the_hash_in_its_name(
+    honest: bool, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(fetch, "unreachable", lambda *_: None)
+    digest = hashlib.sha256(CONTENT if honest else b"other").hexdigest()[:8]
+    address = f"{server}-{digest}.pth"
+    if honest:
+        path = Path(_from_url("weights", address))
+        assert path.read_bytes() == CONTENT
+        monkeypatch.setattr("torch.hub.download_url_to_file", lambda *_: pytest.fail("downloaded twice"))
+        assert Path(_from_url("weights", address)) == path
+    else:
+        with pytest.raises(WeightsNotFoundError, match="invalid hash value"):
+            _from_url("weights", address)
+        assert not list((Path(torch.hub.get_dir()) / "checkpoints").iterdir())
 
 
 # --- timm --------------------------------------------------------------------------------------------------------
@@ -183,7 +241,7 @@ def test_a_timm_checkpoint_loads_with_its_classifier(name: str, tmp_path: Path) 
     torch.save({"state_dict": {f"net.{k}": v for k, v in reference.state_dict().items()}}, tmp_path / "model.pt")
     ours = Timm(name, checkpoint=tmp_path / "model.pt").eval()
     assert ours.num_classes == 7
-    size = ours.test_transform.size  # type: ignore[union-attr]
+    size = ours.test_transform.size
     x = torch.rand(2, 3, size, size)
     torch.testing.assert_close(ours(x), reference(x))
 
@@ -268,7 +326,7 @@ def test_clip_gives_the_image_embedding_of_a_whole_clip_checkpoint(
     monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "rmd-tiny-clip", {"mine": config})
     put_in_hub_cache(tmp_path / "hub", "org/tiny", "open_clip_model.safetensors", reference.state_dict())
     cached = OpenCLIP("rmd-tiny-clip", tag="mine")
-    assert cached.test_transform.std == (0.25,) * 3  # type: ignore[union-attr]
+    assert cached.test_transform.std == (0.25,) * 3
     torch.testing.assert_close(cached.eval().encoder(x), reference.encode_image(x))
     with pytest.raises(ValueError, match="no weights 'yours' of rmd-tiny-clip; it has mine"):
         OpenCLIP("rmd-tiny-clip", tag="yours")

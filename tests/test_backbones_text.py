@@ -1,6 +1,7 @@
 """Text encoders through transformers, on a BERT of two layers made here."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,13 @@ def own_ids(text: str) -> list[int]:
 def test_text_features_are_those_of_each_text_alone(bert_folder: str, pooling: str) -> None:
     import transformers
 
-    backbone = BERT(bert_folder, pooling=pooling, max_length=20, num_classes=3).eval()  # type: ignore[arg-type]
+    backbone = BERT(bert_folder, pooling=pooling, max_length=20, num_classes=3).eval()
     assert backbone.feature_dim == 16
     assert backbone.test_transform is not None
     items = [backbone.test_transform(text) for text in TEXTS]
     assert {tuple(item.shape) for item in items} == {(20,)}
     assert items[1].tolist() == own_ids(TEXTS[1]) + [0] * 15
-    batch = next(iter(DataLoader(items, batch_size=4)))  # type: ignore[arg-type]
+    batch = next(iter(DataLoader(items, batch_size=4)))
     features = backbone.encoder(batch)
 
     reference = transformers.BertModel.from_pretrained(bert_folder).eval()
@@ -55,6 +56,14 @@ def test_text_features_are_those_of_each_text_alone(bert_folder: str, pooling: s
     # padding further changes nothing
     longer = torch.nn.functional.pad(batch, (0, 5))
     torch.testing.assert_close(backbone.encoder(longer), features)
+
+
+def test_the_tokenising_transform_pickles_for_loader_workers(bert_folder: str) -> None:
+    transform: Any = BERT(bert_folder, max_length=20).test_transform
+    again = pickle.loads(pickle.dumps(transform))
+    assert torch.equal(again(TEXTS[0]), transform(TEXTS[0]))
+    assert repr(again) == repr(transform)
+    assert " at 0x" not in repr(transform)
 
 
 def test_every_weight_of_a_text_backbone_learns(bert_folder: str) -> None:
@@ -89,7 +98,7 @@ def test_a_frozen_text_encoder_stays_at_rest(bert_folder: str) -> None:
 
 def test_text_options_are_checked(bert_folder: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'mean' or 'cls'"):
-        BERT(bert_folder, pooling="max")  # type: ignore[arg-type]
+        BERT(bert_folder, pooling="max")
     with pytest.raises(ValueError, match=r"max_length must lie in 2\.\.32"):
         BERT(bert_folder, max_length=64)
     backbone = BERT(bert_folder, max_length=20)
@@ -123,7 +132,7 @@ def test_the_frameworks_detectors_run_on_a_text_backbone(bert_folder: str) -> No
     backbone = BERT(bert_folder, max_length=20, frozen=True, num_classes=2)
     transform: Any = backbone.test_transform
     pairs = [(transform(text), index % 2) for index, text in enumerate(TEXTS * 6)]
-    loader = DataLoader(pairs, batch_size=5)  # type: ignore[arg-type]
+    loader = DataLoader(pairs, batch_size=5)
     batch = torch.stack([x for x, _ in pairs[:4]])
     assert MaxSoftmax(backbone)(batch).shape == (4,)
     assert Mahalanobis(backbone.encoder).fit(loader)(batch).shape == (4,)

@@ -1,1 +1,75 @@
-"""Backbones: one file per family of networks."""
+"""Backbones: one file per family of networks, each giving ``encoder``, ``head`` and the matching transforms.
+
+The names are resolved on first use, so that a choice imports only what it needs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+# public name -> module that defines it
+_EXPORTS = {
+    "BERT": "text",
+    "MLP": "small",
+    "Backbone": "base",
+    "CheckpointError": "checkpoint",
+    "EfficientNetLite0": "efficientnet",
+    "FineTuning": "stages",
+    "GenomicsBERT": "genomics",
+    "GenomicsCNN": "genomics",
+    "Identity": "small",
+    "MaskedTokenPretraining": "stages",
+    "MissingDependencyError": "fetch",
+    "OpenCLIP": "vision",
+    "ResNet": "resnet",
+    "SmallCNN": "small",
+    "Timm": "vision",
+    "TorchVision": "vision",
+    "WeightsNotFoundError": "fetch",
+    "WideResNet": "wide_resnet",
+}
+
+__all__ = [
+    "BERT",
+    "MLP",
+    "Backbone",
+    "CheckpointError",
+    "EfficientNetLite0",
+    "FineTuning",
+    "GenomicsBERT",
+    "GenomicsCNN",
+    "Identity",
+    "MaskedTokenPretraining",
+    "MissingDependencyError",
+    "OpenCLIP",
+    "ResNet",
+    "SmallCNN",
+    "Timm",
+    "TorchVision",
+    "WeightsNotFoundError",
+    "WideResNet",
+]
+
+if TYPE_CHECKING:
+    from rmd_plugin.backbones.base import Backbone
+    from rmd_plugin.backbones.checkpoint import CheckpointError
+    from rmd_plugin.backbones.efficientnet import EfficientNetLite0
+    from rmd_plugin.backbones.fetch import MissingDependencyError, WeightsNotFoundError
+    from rmd_plugin.backbones.genomics import GenomicsBERT, GenomicsCNN
+    from rmd_plugin.backbones.resnet import ResNet
+    from rmd_plugin.backbones.small import MLP, Identity, SmallCNN
+    from rmd_plugin.backbones.stages import FineTuning, MaskedTokenPretraining
+    from rmd_plugin.backbones.text import BERT
+    from rmd_plugin.backbones.vision import OpenCLIP, Timm, TorchVision
+    from rmd_plugin.backbones.wide_resnet import WideResNet
+
+
+def __getattr__(name: str) -> object:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Public names: {', '.join(__all__)}.")
+    value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
