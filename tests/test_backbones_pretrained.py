@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import pickle
 import socket
 import subprocess
 import sys
@@ -226,6 +227,8 @@ def test_timm_gives_timms_own_features_and_head_from_the_cache(tmp_path: Path) -
     assert plain.head is None
     expected = reference.forward_head(reference.forward_features(x), pre_logits=True)
     torch.testing.assert_close(plain.encoder(x), expected)
+    # weights once: a forgotten copy would double every pickled or deep-copied model
+    assert len(pickle.dumps(plain)) < 1.2 * len(pickle.dumps(reference))
     full = Timm(name, pretrained_head=True).eval()
     assert full.head_loaded
     torch.testing.assert_close(full(x), reference(x))

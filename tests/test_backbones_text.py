@@ -69,6 +69,7 @@ def test_the_tokenising_transform_pickles_for_loader_workers(bert_folder: str) -
 def test_every_weight_of_a_text_backbone_learns(bert_folder: str) -> None:
     # one that never gets a gradient, such as BERT's own pooler, would stop DDP
     backbone = BERT(bert_folder, max_length=20, num_classes=3)
+    assert all(module.training for module in backbone.modules())  # transformers hands it over in evaluation mode
     assert backbone.train_transform is not None
     backbone(torch.stack([backbone.train_transform(text) for text in TEXTS])).sum().backward()
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []

@@ -79,6 +79,8 @@ class Backbone(nn.Module):
             self.load_checkpoint(checkpoint, load_head=load_head)
         if frozen:
             self.freeze()
+        # some libraries hand their models over in evaluation mode, and Lightning trains them as they come
+        self.train()
 
     @property
     def feature_dim(self) -> int:
@@ -120,13 +122,12 @@ class Backbone(nn.Module):
         """
         if num_classes is not None and num_classes < 1:
             raise ValueError(f"num_classes must be at least 1, or None for no head, got {num_classes}.")
-        like = next((p for p in self.encoder.parameters() if p.is_floating_point()), torch.empty(0))
-        self.head = (
-            None
-            if num_classes is None
-            else nn.Linear(self.feature_dim, num_classes, device=like.device, dtype=like.dtype)
-        )
+        self.head = None if num_classes is None else self._untrained_head(num_classes)
         self.head_loaded = False
+
+    def _untrained_head(self, num_classes: int) -> nn.Linear:
+        like = next((p for p in self.encoder.parameters() if p.is_floating_point()), torch.empty(0))
+        return nn.Linear(self.feature_dim, num_classes, device=like.device, dtype=like.dtype)
 
     def set_head(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take over a trained classifier.
@@ -135,13 +136,11 @@ class Backbone(nn.Module):
             weight: shape (K, D); a 1x1 convolution (K, D, 1, 1) will do.
             bias: shape (K,), or ``None`` for zeros.
         """
-        self.reset_head(weight.shape[0])
-        if self.head is None:  # for the type checker: reset_head has just made one
-            return
+        head = self._untrained_head(weight.shape[0])
         with torch.no_grad():
-            self.head.weight.copy_(weight.flatten(1))
-            self.head.bias.zero_() if bias is None else self.head.bias.copy_(bias)
-        self.head_loaded = True
+            head.weight.copy_(weight.flatten(1))
+            head.bias.zero_() if bias is None else head.bias.copy_(bias)
+        self.head, self.head_loaded = head, True
 
     def freeze(self) -> Self:
         """Keep the encoder as it is; the head stays trainable."""

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rmd_plugin.backbones.base import Backbone, Checkpoint
-from rmd_plugin.backbones.checkpoint import CheckpointError
+from rmd_plugin.backbones.checkpoint import CheckpointError, read_state_dict
 from rmd_plugin.backbones.fetch import WeightsNotFoundError, find_checkpoint, hub_file, require, url_file
 from rmd_plugin.backbones.transforms import IMAGENET_MEAN, IMAGENET_STD, image_transforms
 
@@ -73,7 +74,8 @@ class Timm(Backbone):
         if checkpoint is not None and numpy_file:
             overlay: dict[str, Any] = {"file": str(find_checkpoint(checkpoint)), "custom_load": True}
         elif checkpoint is None and pretrained:
-            overlay = {"file": str(_timm_weights(timm, name)), "custom_load": False}
+            # read here, because older releases of timm unpickle the file
+            overlay = {"state_dict": read_state_dict(Path(_timm_weights(timm, name))), "custom_load": False}
         else:
             overlay = {}
         if not (pretrained_head and overlay and not numpy_file):
@@ -84,6 +86,7 @@ class Timm(Backbone):
             if not numpy_file:
                 raise
             raise CheckpointError(f"{checkpoint} does not hold the weights of {name}: {error}") from error
+        model.pretrained_cfg.pop("state_dict", None)  # timm keeps what it was given: a second copy of every weight
         classifier = None
         if "num_classes" not in arguments:
             classifier = model.get_classifier()
@@ -123,8 +126,8 @@ def _from_url(name: str, url: str) -> str:
     """Local file behind an address, through the cache of torch.hub."""
     path, reason = url_file(url)
     if reason is None and not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             checksum = re.search(r"-([0-9a-f]{8,})\.", path.name)
             torch.hub.download_url_to_file(url, str(path), checksum.group(1) if checksum else None)
         except (OSError, RuntimeError) as error:  # RuntimeError: the checksum in the file's name does not hold
