@@ -53,8 +53,8 @@ td.long { white-space: normal; min-width: 16rem; }
 .panels figure { max-width: 36rem; }
 img { display: block; width: 100%; height: auto; }
 pre { background: var(--soft); border: 1px solid var(--line); border-radius: .4rem; padding: .75rem .9rem;
-  margin: .5rem 0; white-space: pre-wrap; overflow-wrap: anywhere; font: .88rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas,
-  "DejaVu Sans Mono", monospace; }
+  margin: .5rem 0; white-space: pre-wrap; overflow-wrap: anywhere;
+  font: .88rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 details { margin: 1rem 0; }
 summary { cursor: pointer; color: var(--accent); }
 .versions { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .1rem 1.25rem; font-size: .92rem;

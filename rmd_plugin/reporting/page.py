@@ -12,7 +12,7 @@ from rmd_plugin.atomic import replacing
 from rmd_plugin.reporting import document as doc
 from rmd_plugin.reporting.directions import Directions, read_directions
 from rmd_plugin.reporting.figures import choose_detectors, histogram_figure
-from rmd_plugin.reporting.names import label
+from rmd_plugin.reporting.names import OURS, label
 from rmd_plugin.reporting.run_figures import MEAN, contributions_figure, epochs_figure, partial_sums_figure
 from rmd_plugin.reporting.scores import ID, Scores
 from rmd_plugin.reporting.tables import comparison_tables, near_far_means, percent, ranking, seconds
@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 #: what the directions of a detector are ordered by
 _ORDER = {"rmd": "most discriminative first"}
+#: OOD sets that have a picture of partial sums
+_PANELS = 4
 
 
 def write_report(folder: str | os.PathLike[str] | RunFolder, *, output: str | os.PathLike[str] | None = None) -> Path:
@@ -182,8 +184,7 @@ def _training(rows: Sequence[Row], history: Sequence[Mapping[str, Any]]) -> list
     if len(sets) == 2:  # one set: its mean is the same curve
         sets = [name for name in sets if name != MEAN]
     distances = _distances(rows)
-    known = ranking(rows)
-    detectors = sorted(dict.fromkeys(str(row["detector"]) for row in seen), key=_order(known))
+    detectors = _coloured(rows, [str(row["detector"]) for row in seen])
     pictures = []
     for name in sorted(sets, key=lambda name: name != MEAN):
         title = "mean over the OOD sets" if name == MEAN else _with_distance(name, distances)
@@ -219,8 +220,10 @@ def _directions(rows: Sequence[Row], directions: Directions) -> list[str]:
         pictures.append(doc.picture(figure, f"Contribution of each direction to the score of {label(detector)}"))
     sets = list(dict.fromkeys(name for profiles in directions.values() for name in profiles if name != ID))
     sets.sort(key=lambda name: distances.get(name) == "far")
-    for name in sets:
-        figure = partial_sums_figure(directions, name, title=f"{_with_distance(name, distances)}: the first directions")
+    detectors = _coloured(rows, list(directions))
+    for name in sets[:_PANELS]:
+        title = f"{_with_distance(name, distances)}: the first directions"
+        figure = partial_sums_figure(directions, name, detectors=detectors, title=title)
         pictures.append(doc.picture(figure, f"AUROC on {name} from the first directions only"))
     text = (
         "A Gaussian score is a sum over directions in feature space. First: the mean that each direction adds, with "
@@ -259,8 +262,9 @@ def _with_distance(name: str, distances: Mapping[str, str]) -> str:
     return f"{name} ({distances[name]})" if distances.get(name) else name
 
 
-def _order(known: Sequence[str]) -> Callable[[str], int]:
-    return lambda name: known.index(name) if name in known else len(known)
+def _coloured(rows: Sequence[Row], found: Sequence[str]) -> list[str]:
+    """Detectors in the order of their colours, the same in every picture: RMD, MD, then as in the table."""
+    return list(dict.fromkeys([*OURS[:2], *ranking(rows), *found]))
 
 
 def _duration(value: float) -> str:

@@ -83,7 +83,9 @@ def epochs_figure(
 def contributions_figure(
     profiles: Mapping[str, Profile], distances: Mapping[str, str], *, order: str = "", title: str = ""
 ) -> Figure:
-    """What each direction of a detector adds to its score: mean and [10 %, 90 %] band of every set.
+    """What each direction of a detector adds to its score: mean and [10 %, 90 %] band of each set.
+
+    Where there are near-OOD sets, the far ones are left out.
 
     Args:
         profiles: set -> profile of one detector.
@@ -94,14 +96,16 @@ def contributions_figure(
     Returns:
         The figure.
     """
-    colours = {ID: ID_COLOUR, **set_colours({name: distances.get(name, "") for name in {**distances, **profiles}})}
+    colours = set_colours({name: distances.get(name, "") for name in {**distances, **profiles} if name != ID})
     colours[ID] = ID_COLOUR
+    # far-OOD contributions are often a hundred times larger and would flatten what is of interest
+    near = [name for name in profiles if distances.get(name) == "near"]
+    profiles = {name: profiles[name] for name in [ID, *(near or [name for name in profiles if name != ID])]}
     with house_style():
         figure = new_figure(_SIZE)
         axes = figure.subplots()
         ends = []
-        for name in [ID, *(name for name in profiles if name != ID)]:
-            profile = profiles[name]
+        for name, profile in profiles.items():
             x = np.arange(1, len(profile.mean) + 1)
             axes.fill_between(x, profile.low, profile.high, color=colours[name], alpha=0.16, linewidth=0)
             axes.plot(x, profile.mean, color=colours[name], marker="o" if len(x) <= 12 else "", markersize=5)
@@ -117,7 +121,9 @@ def contributions_figure(
     return figure
 
 
-def partial_sums_figure(directions: Directions, ood: str, *, title: str = "") -> Figure:
+def partial_sums_figure(
+    directions: Directions, ood: str, *, detectors: Sequence[str] | None = None, title: str = ""
+) -> Figure:
     """AUROC on one OOD set when only the first d directions count, one line per detector.
 
     The nearest class is that of the whole score; the last point of a line is the detector's AUROC.
@@ -125,25 +131,31 @@ def partial_sums_figure(directions: Directions, ood: str, *, title: str = "") ->
     Args:
         directions: detector -> set -> profile.
         ood: the OOD set.
+        detectors: order of the colours, as in :func:`epochs_figure`.
         title: heading.
 
     Returns:
         The figure.
     """
+    found = {name: 100 * sets[ood].auroc for name, sets in directions.items() if ood in sets}
+    order = list(dict.fromkeys([*(name for name in detectors or () if name in found), *found]))
+    widest = max(map(len, found.values()))
     with house_style():
         figure = new_figure(_SIZE)
         axes = figure.subplots()
         ends = []
-        widest = 1
-        for place, (detector, sets) in enumerate(item for item in directions.items() if ood in item[1]):
-            y = 100 * sets[ood].auroc
-            x = np.arange(1, len(y) + 1)
-            widest = max(widest, len(y))
+        for name, y in found.items():
+            place = order.index(name)
             colour, dash = CYCLE[place % len(CYCLE)], DASHES[place % len(DASHES)]
-            axes.plot(x, y, color=colour, linestyle=dash)
+            axes.plot(np.arange(1, len(y) + 1), y, color=colour, linestyle=dash)
             # RMD has fewer directions than MD: mark where a line ends and its detector stands
-            axes.plot(x[-1:], y[-1:], "o", color=colour, markersize=7)
-            ends.append((float(y[-1]), label(detector), colour))
+            axes.plot(len(y), y[-1], "o", color=colour, markersize=7)
+            if len(y) == widest:
+                ends.append((float(y[-1]), label(name), colour))
+            else:
+                text = axes.annotate(label(name), (len(y), y[-1]), (8, 0), textcoords="offset points", va="center")
+                text.set(color=colour, fontsize=SMALL, fontweight="bold")
+                text.set_path_effects([withStroke(linewidth=3, foreground="white")])
         _direction_axis(axes, widest, "", name="directions that count, from the first")
         axes.set_ylabel("AUROC (%)")
         low, high = axes.get_ylim()
