@@ -45,7 +45,7 @@ th.left, td.left { text-align: left; }
 th.left:first-child, td.left:first-child { position: sticky; left: 0; background: #fff; padding-left: 0; }
 td.best strong { color: var(--accent); }
 .detail { display: block; color: var(--quiet); font-size: .8rem; font-weight: 400; }
-td.long { white-space: normal; min-width: 16rem; }
+td.left:not(:first-child) { white-space: normal; min-width: 9rem; }
 .notes { color: var(--quiet); font-size: .88rem; padding-left: 1.1rem; margin: .6rem 0 0; max-width: 60rem; }
 .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1.25rem;
   margin: 1rem 0; }
@@ -61,9 +61,6 @@ summary { cursor: pointer; color: var(--accent); }
   margin: 1rem 0; }
 .versions dt { color: var(--quiet); }
 .versions dd { margin: 0; overflow-wrap: anywhere; }
-.state { font-weight: 600; }
-.state.failed, .state.unreadable { color: #b34700; }
-.state.unfinished { color: #8a6100; }
 @media (max-width: 30rem) { .versions { grid-template-columns: minmax(0, 1fr); } .versions dd { margin-bottom: .4rem; }
   .tiles { grid-template-columns: 1fr 1fr; } .tiles dd { font-size: 1.25rem; } }
 @media print { main { max-width: none; } h2 { break-after: avoid; } figure { break-inside: avoid; } }

@@ -171,6 +171,8 @@ def partial_sums_figure(
 def _direction_axis(axes: Axes, count: int, order: str, name: str = "direction") -> None:
     if count > _LINEAR:
         axes.set_xscale("log")
+        ticks = [step * 10**power for power in range(6) for step in (1, 3)]
+        axes.set_xticks([tick for tick in ticks if tick <= count], minor=False)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xlim(0.93, count * 1.07)
     else:

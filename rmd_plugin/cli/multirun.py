@@ -1,0 +1,76 @@
+"""The Hydra callback that keeps the books of jobs and sweeps.
+
+Config: ``hydra.callbacks.report: {_target_: rmd_plugin.cli.multirun.ReportCallback}``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from rmd_plugin.run_folder import RunFolder, RunFolderError, describe_error
+
+log = logging.getLogger(__name__)
+
+
+class ReportCallback(Callback):
+    """Summarises a sweep when it ends, however it ends, and notes the reason of a job that failed early.
+
+    Neither ever makes a job or a sweep fail: a problem is one warning.
+
+    Args:
+        metric: metric of the summary.
+        reference: detector that the others are compared with.
+    """
+
+    def __init__(self, metric: str = "AUROC", reference: str = "rmd") -> None:
+        self.metric = metric
+        self.reference = reference
+        self._folder: Path | None = None
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Remember the folder, and report at exit: Hydra calls no end if a job failed or the sweep was stopped."""
+        self._folder = Path(os.path.abspath(config.hydra.sweep.dir))
+        atexit.register(self._report)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Report on all jobs."""
+        atexit.unregister(self._report)
+        if self._folder is None:
+            self._folder = Path(os.path.abspath(config.hydra.sweep.dir))
+        self._report()
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Write why a job failed, if it failed before it could do so itself."""
+        if job_return.status is not JobStatus.FAILED:
+            return
+        folder = RunFolder(config.hydra.runtime.output_dir)
+        try:
+            try:
+                ended = folder.read_status().state != "running"
+            except (FileNotFoundError, RunFolderError):
+                ended = False
+            if not ended:
+                # the property of this name raises the job's error instead of returning it
+                error = job_return._return_value
+                reason = describe_error(error) if isinstance(error, BaseException) else "it raised an error"
+                folder.finish("failed", reason)
+        except Exception as problem:
+            log.warning("The reason of the failed job could not be written: %s", describe_error(problem))
+
+    def _report(self) -> None:
+        if self._folder is None or not self._folder.is_dir():
+            return
+        try:
+            from rmd_plugin.cli.report import report_multirun
+
+            report_multirun(self._folder, metric=self.metric, reference=self.reference)
+        except Exception as problem:
+            log.warning("The sweep could not be summarised: %s", describe_error(problem))
