@@ -49,9 +49,9 @@ class Run:
     def name(self) -> str:
         """What the run is, for people: benchmark, backbone, setting, seed."""
         about = dict(self.about)
-        parts = [str(about.pop(key)) for key in ("benchmark", "backbone") if about.get(key)]
-        parts += [self.setting] * bool(self.setting)
-        parts += [f"seed {about.pop('seed')}"] * ("seed" in about)
+        parts = [str(about.pop(key, "")) for key in ("benchmark", "backbone")]
+        seed = about.pop("seed", "")
+        parts = [part for part in (*parts, self.setting, f"seed {seed}" if seed != "" else "") if part]
         return ", ".join(parts + [f"{key}={value}" for key, value in about.items()])
 
 
