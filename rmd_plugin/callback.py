@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -78,7 +79,8 @@ class OODMonitor(pl.Callback):
         limit_ood_batches: the same for ``ood``. By default the trainer's ``limit_val_batches``.
         every_n_epochs: refit and score at the validations of every n-th epoch. In between, monitoring callbacks see
             the last values; loggers get none.
-        warmup_epochs: epochs to wait before the first time. Meanwhile monitoring callbacks see NaN.
+        warmup_epochs: epochs to wait before the first time. Meanwhile monitoring callbacks see NaN, at which
+            ``EarlyStopping`` stops unless it has ``check_finite=False``.
         figures_dir: folder for the figures. Loggers that take images get them in any case.
         on_error: ``"warn"``: a detector that fails is NaN for this epoch, with one warning. ``"raise"``: stop instead.
         prefix: first part of the metrics' names; several monitors need different ones.
@@ -122,11 +124,12 @@ class OODMonitor(pl.Callback):
         if head is not None and encoder is not None:
             raise ValueError(f"give head or encoder, not both: got head={head!r} and encoder={encoder!r}.")
         self._roster = Roster(detectors)
-        self.head = head
+        #: the classification layer, once it is found
+        self.head = self._given_head = head
         # Hydra gives mappings of its own kind
         self.ood = None if ood is None else {str(name): ood[name] for name in ood}
         self.ood_dataloaders = {int(index): str(name) for index, name in (ood_dataloaders or {}).items()}
-        check_names((*(self.ood or ()), *self.ood_dataloaders.values()))
+        check_names((*(self.ood or ()), *dict.fromkeys(self.ood_dataloaders.values())))
         self.encoder = encoder
         self.forward = forward
         self.labels = labels
@@ -141,7 +144,9 @@ class OODMonitor(pl.Callback):
         self.seed = seed
         self._journal = Journal(prefix, None if figures_dir is None else Path(figures_dir))
         self._saved_stream: list[dict[str, Any]] = []
-        self._resuming = True
+        self._datamodule_ood: dict[str, Iterable[Any]] | None = None
+        self._resuming = True  # else the state is only evaluated
+        self._loaded = False
         self._told: set[str] = set()
         self._tap: BatchEncoder | None = None
         self._stream: Refit | None = None
@@ -170,6 +175,8 @@ class OODMonitor(pl.Callback):
         """Check the name of the head, unless the module is still to be built."""
         if stage not in STAGES.values():
             return
+        self.head, self._datamodule_ood = self._given_head, None
+        self._resuming, self._loaded = stage == "fit", False
         try:
             self._new_tap(pl_module)
         except EncodingError:
@@ -182,6 +189,8 @@ class OODMonitor(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put the hooks in place, if this is not part of a fit."""
+        if trainer.state.fn != TrainerFn.FITTING and not self._loaded and trainer.ckpt_path:
+            self._load_checkpoint(str(trainer.ckpt_path))  # Lightning restores callbacks here only since 2.6
         self._prepare(pl_module)
         count = len(running_loaders(trainer))
         missing = [f"{index} ({name})" for index, name in self.ood_dataloaders.items() if index >= count]
@@ -199,6 +208,10 @@ class OODMonitor(pl.Callback):
             self._tap.detach()
         self._tap = self._evaluation = self._stream = None
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Take the hooks away: Lightning does not call ``teardown`` after an error."""
+        self.teardown(trainer, pl_module, "")
+
     def _new_tap(self, pl_module: pl.LightningModule) -> BatchEncoder:
         options: dict[str, Any] = {"encoder": self.encoder, "forward": self.forward, "labels": self.labels}
         return BatchEncoder(pl_module, self.head, **options)
@@ -215,6 +228,11 @@ class OODMonitor(pl.Callback):
                 "OODMonitor with another prefix for these detectors."
             )
         tap = self._new_tap(pl_module)
+        if self.refit == "stream" and not tap.passive:
+            raise ValueError(
+                f"refit='stream' only listens, but encoder={self.encoder!r} has to be called. Use refit='pass', or "
+                "name a layer with head= or encoder=."
+            )
         tap.logits = any(isinstance(detector, LogitsDetector) for detector in self.detectors.values())
         self._tap = tap.attach()
 
@@ -229,7 +247,7 @@ class OODMonitor(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin a new stream. Where validation does not follow the epochs, a stream runs from one to the next."""
         if trainer.check_val_every_n_epoch is not None:
-            self._stream = None
+            self._stream, self._saved_stream = None, []
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -249,7 +267,7 @@ class OODMonitor(pl.Callback):
             if trainer.is_global_zero:
                 self._stream.load_moments(self._saved_stream)
             self._saved_stream = []
-        encoded = self._take(batch)
+        encoded = self._heard(batch)
         if encoded is None:
             raise EncodingError(
                 f"{self.head or 'nn.Linear'} took no part in the training step, so there is nothing to stream from. "
@@ -351,16 +369,16 @@ class OODMonitor(pl.Callback):
         """Score what was heard."""
         if self._evaluation is None and not trainer.sanity_checking:
             return
-        encoded = self._take(batch)
-        if encoded is None:  # the step did not come by the head
+        encoded = self._heard(batch) if self._hooks.passive else None
+        if encoded is None:  # the step did not come by the head, or an encoder has to be called
             with visiting(pl_module, self.seed), trainer.precision_plugin.forward_context():
                 encoded = self._hooks(batch)
         if self._evaluation is None:
             return  # the sanity check has seen that batches can be encoded
         loaders, start = running_loaders(trainer), self._seen[dataloader_idx]
         self._seen[dataloader_idx] += len(encoded)
-        rank, world = trainer.global_rank, trainer.world_size
-        keep = own_samples(loaders[dataloader_idx], start, len(encoded), rank=rank, world=world)
+        loader = loaders[dataloader_idx] if dataloader_idx < len(loaders) else None
+        keep = own_samples(loader, start, len(encoded), rank=trainer.global_rank, world=trainer.world_size)
         self._evaluation.add(encoded, batch, ood=self.ood_dataloaders.get(dataloader_idx), keep=keep)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -379,19 +397,16 @@ class OODMonitor(pl.Callback):
             for key, value in values.items():
                 ood, metric = key.rsplit("/", 1)
                 self._journal.record(trainer, pl_module, name, ood, metric, value)
-        try:
-            self._journal.draw(trainer, results.scores)
-        except Exception as error:
-            results.problems.append(f"the figures could not be saved. {type(error).__name__}: {error}")
+        self._journal.draw(trainer, results.scores)
         for problem in results.problems:
-            self._complain(problem, once=not results.values)
+            self._complain(problem, once=not any(results.values.values()))
 
     on_test_epoch_start = on_validation_epoch_start
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end
 
-    def _take(self, batch: Any) -> Encoded | None:
+    def _heard(self, batch: Any) -> Encoded | None:
         encoded = self._hooks.take(batch)
         if self.head is None and self._hooks.head is not None:
             self.head = self._hooks.head
@@ -420,11 +435,15 @@ class OODMonitor(pl.Callback):
                 evaluation.fail_set(name, error)
 
     def _ood_loaders(self, trainer: pl.Trainer) -> dict[str, Iterable[Any]]:
-        datamodule: Any = getattr(trainer, "datamodule", None)
-        if self.ood is None and hasattr(datamodule, "ood_dataloaders"):
+        if self.ood is not None:
+            return self.ood
+        if self._datamodule_ood is None:
+            datamodule: Any = getattr(trainer, "datamodule", None)
             with isolated_rng(self.seed):
-                self.ood = dict(datamodule.ood_dataloaders())
-        return self.ood or {}
+                self._datamodule_ood = dict(
+                    datamodule.ood_dataloaders() if hasattr(datamodule, "ood_dataloaders") else {}
+                )
+        return self._datamodule_ood
 
     def _ood_among(self, trainer: pl.Trainer) -> list[str]:
         count = len(running_loaders(trainer))
@@ -451,7 +470,7 @@ class OODMonitor(pl.Callback):
         _check_format(state_dict)
         if self._resuming or not self.history:
             self._journal.rows = [dict(row) for row in state_dict["history"]]
-        self.head = self.head or state_dict["head"]
+        self._loaded = True
         self._saved_stream = list(state_dict["stream"])
         self._roster.load_state_dict(state_dict, resuming=self._resuming)
 
@@ -463,11 +482,14 @@ class OODMonitor(pl.Callback):
         if self._stream is not None and trainer.state.status != TrainerStatus.INTERRUPTED:
             checkpoint["callbacks"][self.state_key]["stream"] = self._stream.moments_state()
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Note whether training is resumed."""
-        self._resuming = trainer.state.fn == TrainerFn.FITTING
+    def _load_checkpoint(self, path: str) -> None:
+        try:
+            state = _monitor_states(path, "cpu").get(self.state_key)
+        except (pickle.UnpicklingError, OSError) as error:
+            self._complain(f"the detectors of {path!r} could not be read. {error}")
+        else:
+            if state is not None:
+                self.load_state_dict(state)
 
     @classmethod
     def load_detectors(
@@ -492,8 +514,7 @@ class OODMonitor(pl.Callback):
         Raises:
             ValueError: if the checkpoint has no state of a monitor, or of several.
         """
-        states = torch.load(path, map_location=map_location, weights_only=True).get("callbacks", {})
-        found = {key: state for key, state in states.items() if isinstance(state, dict) and state.get("kind") == _KIND}
+        found = _monitor_states(path, map_location)
         if prefix is not None:
             found = {key: state for key, state in found.items() if f"'prefix': {prefix!r}" in key}
         if len(found) != 1:
@@ -511,6 +532,11 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
     if UNKNOWN in names:
         raise ValueError(f"an OOD set must not be named {UNKNOWN!r}: samples with labels below zero are.")
     return check_set_names(names) if names else ()
+
+
+def _monitor_states(path: str | PathLike[str], map_location: str | torch.device) -> dict[str, dict[str, Any]]:
+    states = torch.load(path, map_location=map_location, weights_only=True).get("callbacks", {})
+    return {key: state for key, state in states.items() if isinstance(state, dict) and state.get("kind") == _KIND}
 
 
 def _check_format(state: Mapping[str, Any]) -> None:

@@ -118,6 +118,11 @@ class BatchEncoder:
 
     # -- hooks ------------------------------------------------------------------------------------------------------
 
+    @property
+    def passive(self) -> bool:
+        """Whether listening is enough; a callable encoder has to be called."""
+        return self._encode is None
+
     def attach(self) -> Self:
         """Put the hooks in place. They record nothing until :meth:`start`."""
         if self._handles:

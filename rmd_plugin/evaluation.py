@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rmd_plugin.encoding import Encoded
 from rmd_plugin.guest import isolated_rng
-from rmd_plugin.metrics import MEAN, METRICS, OODScores, ood_metrics, quiet_compute
+from rmd_plugin.metrics import MEAN, METRICS, OODScores, compare_sets, quiet_compute
 from rmd_plugin.refit import score_batch
 
 #: the OOD set of samples that are known only by their label below zero
@@ -148,10 +148,8 @@ class Evaluation:
 def _compare(inliers: Tensor, outliers: Tensor | None, ood: str) -> dict[str, float]:
     if outliers is None or not len(inliers):
         raise ValueError(f"there are {len(inliers)} ID samples and {0 if outliers is None else len(outliers)} of it.")
-    labels = torch.zeros(len(inliers) + len(outliers), dtype=torch.long)
-    labels[len(inliers) :] = -1
-    values = ood_metrics(torch.cat([inliers, outliers]), labels.to(inliers.device))
-    return {f"{ood}/{metric}": float(value) for metric, value in values.items()}
+    values = compare_sets(inliers, {ood: outliers})
+    return {key: float(values[key]) for key in (f"{ood}/{metric}" for metric in METRICS)}
 
 
 def _reason(error: object) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
 from rmd_plugin.metrics import MEAN, METRICS
@@ -80,7 +81,10 @@ class Journal:
         figures = {f"histograms-{stage}": draw_histograms(arrays)}
         if stage == "fit":
             figures["auroc"] = draw_curves([row for row in self.rows if row["stage"] == "fit"])
-        publish(figures, self.folder, loggers, prefix=self.prefix, step=trainer.global_step)
+        try:
+            publish(figures, self.folder, loggers, prefix=self.prefix, step=trainer.global_step)
+        except Exception as error:  # a full disk or a lost connection; only this process draws, so it must not stop
+            rank_zero_warn(f"OODMonitor: the figures could not be saved. {type(error).__name__}: {error}")
 
 
 def stage_of(trainer: pl.Trainer) -> str:

@@ -118,7 +118,6 @@ class Refit:
     """
 
     def __init__(self, detectors: Mapping[str, Detector], device: torch.device) -> None:
-        self.num_samples = 0
         self.seconds = 0.0
         self._groups: dict[object, _Group] = {}
         for name, detector in detectors.items():
@@ -154,7 +153,6 @@ class Refit:
         """
         if encoded.labels is None:
             raise EncodingError("the batches to fit on have no labels. Pass labels=, which takes them from the batch.")
-        self.num_samples += len(encoded)
         for group in self._groups.values():
             if group.error is None:
                 try:
@@ -230,14 +228,17 @@ class Refit:
     # -- saving a stream in the middle of an epoch ---------------------------------------------------------------------
 
     def moments_state(self) -> list[dict[str, Any]]:
-        """What the moments have gathered so far, over all processes. Every process has to call it."""
+        """What the moments have gathered so far, over all processes. Every process has to call it.
+
+        Features and logits are not part of it: they would fill the checkpoint.
+        """
         states = []
         for group in self._groups.values():
             if group.food == "moments":
                 with group.metric.sync_context():
                     names = group.metric._defaults
                     tensors = {name: getattr(group.metric, name).detach().cpu().clone() for name in names}
-                states.append({"names": list(group.names), "tensors": tensors, "samples": self.num_samples})
+                states.append({"names": list(group.names), "tensors": tensors})
         return states
 
     def load_moments(self, states: list[dict[str, Any]]) -> None:
@@ -248,7 +249,6 @@ class Refit:
                     for name, tensor in state["tensors"].items():
                         setattr(group.metric, name, tensor.to(group.metric.device))
                     group.metric._update_count = 1
-                    self.num_samples = state["samples"]
 
 
 def _options(metric: Metric) -> list[tuple[str, Any]]:

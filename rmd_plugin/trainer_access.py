@@ -171,7 +171,9 @@ def training_set(trainer: pl.Trainer) -> DataLoader[Any]:
 
 def has_validation(trainer: pl.Trainer) -> bool:
     """Whether training is interrupted by validation."""
-    return trainer.enable_validation and sum(trainer.num_val_batches) > 0
+    # before the first validation its loaders are not there yet
+    ready = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
+    return trainer.enable_validation and (not ready or sum(trainer.num_val_batches) > 0)
 
 
 def trainer_limit(limit: int | float | None) -> Limit:
