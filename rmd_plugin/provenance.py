@@ -29,7 +29,7 @@ def current_command(program: str | None = None) -> str:
         program: name of the command, for example ``rmd-train``; by default the one that runs. A launcher's worker
             process does not know it, so a command that can be swept gives it.
     """
-    return shlex.join([*([program] if program else _program()), *_arguments()])
+    return shlex.join([*([program] if program else _program()), *job_arguments()])
 
 
 def _program() -> list[str]:
@@ -40,7 +40,8 @@ def _program() -> list[str]:
     return ["python", sys.argv[0]] if name.endswith(".py") else [name or "python"]
 
 
-def _arguments() -> list[str]:
+def job_arguments() -> list[str]:
+    """The words after the command's name; inside a Hydra sweep those of this job alone."""
     # not imported here: without Hydra in memory there is no Hydra job
     hydra = sys.modules.get("hydra.core.hydra_config")
     if hydra is not None and hydra.HydraConfig.initialized():

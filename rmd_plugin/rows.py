@@ -19,7 +19,7 @@ Status = Literal["ok", "failed", "skipped"]
 
 #: names of the metrics, as :class:`pytorch_ood.metrics.OODMetrics` calls them
 AUROC, AUPR_IN, AUPR_OUT, FPR95, ACCURACY = "AUROC", "AUPR-IN", "AUPR-OUT", "FPR95TPR", "ACC"
-FIT_SECONDS, SCORE_SECONDS = "fit_seconds", "score_seconds"
+SECONDS = FIT_SECONDS, SCORE_SECONDS = "fit_seconds", "score_seconds"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import math
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.provenance import collect_versions, current_command
-from rmd_plugin.rows import Row, read_rows, write_rows
+from rmd_plugin.rows import SECONDS, Row, read_rows, write_rows
 
 if TYPE_CHECKING:
     import numpy as np
 
 #: the resolved config, which a run can be repeated from
 CONFIG = "config.yaml"
-#: the results, one number per line
+#: the results, one number per line: a run that is repeated gives the same bytes
 ROWS = "rows.csv"
+#: how long everything took, as rows too, but never the same twice
+TIMINGS = "timings.csv"
 #: command, versions of python and of the packages, commit, platform
 VERSIONS = "versions.json"
 #: how the run ended
@@ -270,20 +272,23 @@ class RunFolder:
     # -- what came out ------------------------------------------------------------------------------------------------
 
     def write_rows(self, rows: Iterable[Row]) -> None:
-        """Write the results."""
+        """Write the results, and apart from them the rows that are times."""
         self._make()
-        write_rows(rows, self.file(ROWS))
+        rows = list(rows)
+        write_rows((row for row in rows if row.metric not in SECONDS), self.file(ROWS))
+        write_rows((row for row in rows if row.metric in SECONDS), self.file(TIMINGS))
 
     def read_rows(self) -> list[Row]:
-        """The results; empty if there are none yet.
+        """The results and the times; empty if there are none yet.
 
         Raises:
-            rmd_plugin.rows.RowsError: if the file is damaged.
+            rmd_plugin.rows.RowsError: if a file is damaged.
         """
-        try:
-            return read_rows(self.file(ROWS))
-        except FileNotFoundError:
-            return []
+        found = []
+        for name in (ROWS, TIMINGS):
+            with suppress(FileNotFoundError):
+                found += read_rows(self.file(name))
+        return found
 
     def write_history(self, history: Iterable[Mapping[str, Any]]) -> None:
         """Write ``OODMonitor.history``: rows with stage, epoch, step, detector, ood, metric and value.

@@ -7,15 +7,14 @@ and its output folder is the one that the sweep gave it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import read_write
 
-# flags whose value is the next word
-_WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp")
+from rmd_plugin.provenance import job_arguments
 
 
 @contextmanager
@@ -27,29 +26,12 @@ def single_job() -> Iterator[None]:
     settings = HydraConfig.get()
     arguments, folder = sys.argv, settings.run.dir
     try:
-        sys.argv = [arguments[0], *config_flags(arguments[1:]), *settings.overrides.task]
+        sys.argv = [arguments[0], *job_arguments()]
         _set_run_folder(settings.runtime.output_dir)
         yield
     finally:
         sys.argv = arguments
         _set_run_folder(folder)
-
-
-def config_flags(arguments: Sequence[str]) -> list[str]:
-    """The words of a command line that say where the configs are.
-
-    Example:
-        >>> config_flags(["-m", "--config-dir", "here", "seed=0,1", "--config-name=config"])
-        ['--config-dir', 'here', '--config-name=config']
-    """
-    kept: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        if word in _WITH_VALUE:
-            kept += [word, next(words)]
-        elif word.split("=")[0] in _WITH_VALUE:
-            kept.append(word)
-    return kept
 
 
 def _set_run_folder(folder: str) -> None:

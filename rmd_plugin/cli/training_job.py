@@ -25,6 +25,7 @@ from rmd_plugin.comparison import compare
 from rmd_plugin.detectors import RMD, Mahalanobis
 from rmd_plugin.extraction import TEST, TRAIN, Extractor
 from rmd_plugin.feature_cache import FeatureCache
+from rmd_plugin.provenance import current_command
 from rmd_plugin.reporting.page import write_report
 from rmd_plugin.run_folder import RunFolder
 from rmd_plugin.training import BenchmarkData, Classifier
@@ -57,12 +58,21 @@ def run(config: DictConfig) -> float | None:
             return None
         benchmark, backbone = run_names(config)
         about: dict[str, str | int] = {"benchmark": benchmark, "backbone": backbone, "seed": int(config.seed)}
-        # unresolved: a run that is repeated from this file writes to a folder of its own
-        with folder.running(config=OmegaConf.to_yaml(config), about=about):
+        with folder.running(config=repeatable(config), about=about, command=current_command("rmd-train")):
             job = Job(config, folder)
             accuracy = job.train()
             job.compare(benchmark, backbone)
             return accuracy
+
+
+def repeatable(config: DictConfig) -> str:
+    """The config as text from which the run can be repeated: ``rmd-train --config-dir OUT --config-name config``.
+
+    References to the output folder stay references, so that the repetition writes to a folder of its own.
+    """
+    plain = OmegaConf.create(OmegaConf.to_container(config, resolve=False))
+    plain.names = OmegaConf.to_container(config.names, resolve=True)  # known to Hydra only while it composes
+    return OmegaConf.to_yaml(plain)
 
 
 class Job:
@@ -101,7 +111,9 @@ class Job:
             if config.ckpt_path is not None:
                 self._load(Path(config.ckpt_path))
             elif not self.backbone.head_loaded:
-                raise ValueError("train=false evaluates trained weights: give ckpt_path=FILE or backbone.checkpoint=FILE.")
+                raise ValueError(
+                    "train=false evaluates trained weights: give ckpt_path=FILE or backbone.checkpoint=FILE."
+                )
             return None
         if config.pretrain:
             self._pretrain()

@@ -75,7 +75,9 @@ def analyse(features: FeatureSet, *, shrinkage: float | str = 0.0) -> StudyResul
     return result
 
 
-def run(feature_sets: Sequence[FeatureSet], *, settings: Sequence[str] = (), reasons: Sequence[str] = ()) -> StudyResult:
+def run(
+    feature_sets: Sequence[FeatureSet], *, settings: Sequence[str] = (), reasons: Sequence[str] = ()
+) -> StudyResult:
     """Appendix C on several feature sets.
 
     Args:

@@ -63,9 +63,7 @@ class TrainingCurves:
         return list(dict.fromkeys(map(str, found)))
 
 
-def run(
-    curves: Sequence[TrainingCurves], *, settings: Sequence[str] = (), reasons: Sequence[str] = ()
-) -> StudyResult:
+def run(curves: Sequence[TrainingCurves], *, settings: Sequence[str] = (), reasons: Sequence[str] = ()) -> StudyResult:
     """Figure 3 from training histories.
 
     Args:

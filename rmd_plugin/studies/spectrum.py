@@ -145,7 +145,9 @@ def analyse(features: FeatureSet, *, basis: Basis = "eigen", shrinkage: float | 
     return result, threshold
 
 
-def run(feature_sets: Sequence[FeatureSet], *, settings: Sequence[str] = (), reasons: Sequence[str] = ()) -> StudyResult:
+def run(
+    feature_sets: Sequence[FeatureSet], *, settings: Sequence[str] = (), reasons: Sequence[str] = ()
+) -> StudyResult:
     """Figure 1 on several feature sets.
 
     The simulation is taken apart along its discriminative directions (its eigenvectors are arbitrary), the others along
