@@ -295,6 +295,18 @@ def test_reads_of_train_val_and_test_never_overlap_and_keep_the_gap(cuts):
     assert mixed > 10
 
 
+def test_the_regions_of_a_genome_leave_out_the_gaps_and_nothing_else(genome_folder):
+    folder = GenomeFolder(genome_folder[0])
+    regions = folder.regions("B")
+    shares = {role: sum(region.stop - region.start for region in found) for role, found in regions.items()}
+    assert shares["val"] == pytest.approx(0.1 * 330_000, rel=0.4)
+    assert shares["test"] == pytest.approx(0.2 * 330_000, rel=0.4)
+    spans = sorted((region.sequence, region.start, region.stop) for found in regions.values() for region in found)
+    for (name, _, stop), (other, start, _) in itertools.pairwise(spans):
+        assert (start - stop == 500) if name == other else (start == 0)
+    assert [stop for name, _, stop in spans if name == "plasmid"][-1] == 30_000
+
+
 def test_a_genus_with_two_genomes_keeps_the_last_one_for_testing(cuts):
     files = {role: Counter(place[0] for place in cut.places) for role, cut in cuts.items()}
     assert {f for f in files["train"] if f[0] == "a"} == {f for f in files["val"] if f[0] == "a"} == {"a1.fna.gz"}
