@@ -64,7 +64,7 @@ def test_every_choice_composes(composed, group):
 
 @pytest.mark.parametrize("sweep", choices("sweep"))
 def test_every_sweep_composes_and_sets_what_it_sweeps(composed, sweep):
-    assert composed(f"+sweep={sweep}").hydra.sweeper.params
+    assert composed(f"sweep={sweep}").hydra.sweeper.params
 
 
 def test_an_unknown_choice_lists_the_known_ones(tmp_path):
