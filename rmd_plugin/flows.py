@@ -175,7 +175,8 @@ def _spread_degrees(made: MADE, features: int) -> None:
     hidden = made.initial_layer.out_features
     if hidden >= features - 1:
         return
-    degrees = 1 + torch.arange(hidden) * (features - 1) // hidden
+    # up to D - 1: the last coordinate depends on all the others
+    degrees = torch.arange(1, hidden + 1) * (features - 1) // hidden
     inputs = torch.arange(1, features + 1)
     outputs = inputs.repeat_interleave(made.final_layer.out_features // features)
     made.initial_layer.degrees.copy_(degrees)
