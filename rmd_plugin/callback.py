@@ -334,7 +334,11 @@ class OODMonitor(pl.Callback):
         """Refit, if the module is being trained, and get ready to score."""
         self._evaluation = None
         self._seen.clear()
-        if trainer.sanity_checking or not self._due(trainer):
+        if trainer.sanity_checking:
+            return
+        sets = (*self._ood_loaders(trainer), *self._ood_among(trainer))
+        if not self._due(trainer):
+            self._journal.repeat(trainer, pl_module, self.detectors, sets)
             return
         failed: list[str] = []
         if trainer.state.fn == TrainerFn.FITTING:
@@ -343,7 +347,6 @@ class OODMonitor(pl.Callback):
             unfitted = [name for name in self.detectors if not self._roster.is_fitted(name)]
             if unfitted and self._fit_data(trainer, pl_module).chosen:
                 failed = self._refit(trainer, pl_module, unfitted)
-        sets = (*self._ood_loaders(trainer), *self._ood_among(trainer))
         self._evaluation = Evaluation(
             self.detectors, check_names(sets), module=pl_module, device=pl_module.device, seed=self.seed
         )
@@ -383,11 +386,7 @@ class OODMonitor(pl.Callback):
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Score the OOD loaders, then log the metrics."""
-        if trainer.sanity_checking:
-            return
         if self._evaluation is None:
-            sets = (*self._ood_loaders(trainer), *self._ood_among(trainer))
-            self._journal.repeat(trainer, pl_module, self.detectors, sets)
             return
         evaluation, self._evaluation = self._evaluation, None
         for name, loader in self._ood_loaders(trainer).items():

@@ -44,7 +44,8 @@ class Journal:
     ) -> None:
         """Show the last values, or NaN before the first, to the callbacks that monitor a metric; loggers get none.
 
-        ``ModelCheckpoint`` and ``EarlyStopping`` end the training if the metric that they monitor is missing.
+        ``ModelCheckpoint`` and ``EarlyStopping`` end the training if the metric that they monitor is missing. Lightning
+        refuses a name that is logged with other options in the same hook, so call it in another one than ``record``.
         """
         last = {(row["detector"], row["ood"], row["metric"]): row["value"] for row in self.rows if row["ood"]}
         sets = list(sets)

@@ -8,6 +8,8 @@ saved elsewhere. A detector that keeps anything else (a scikit-learn estimator, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from inspect import isroutine
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from rmd_plugin.base import load_detector
 
 _PARAMETERS = "__parameters__"
 _ARRAY = "__array__"
+_DETECTOR = "__detector__"
 
 
 def take_snapshot(detector: Detector) -> dict[str, Any] | None:
@@ -53,7 +56,11 @@ def restore_snapshot(detector: Any, snapshot: Mapping[str, Any]) -> None:
         detector.load_state_dict(snapshot["state"])
         return
     for key, value in snapshot["attributes"].items():
-        setattr(detector, key, _unplain(value))
+        inner = getattr(detector, key, None)
+        if isinstance(inner, Detector) and isinstance(value, dict) and _DETECTOR in value:
+            restore_snapshot(inner, value[_DETECTOR])  # it keeps its networks, too
+        else:
+            setattr(detector, key, _unplain(value))
 
 
 def build_detector(snapshot: Mapping[str, Any]) -> Detector:
@@ -87,7 +94,7 @@ def _is_network(value: object) -> bool:
         return False
     if isinstance(value, (list, tuple)) and value:
         return all(_is_network(item) for item in value)
-    return isinstance(value, nn.Module) or callable(value)
+    return isinstance(value, (nn.Module, partial)) or isroutine(value)
 
 
 def _plain(value: Any) -> Any:
@@ -99,6 +106,10 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {_ARRAY: torch.from_numpy(value.copy())}
+    if isinstance(value, Detector):
+        inner = take_snapshot(value)
+        if inner is not None:
+            return {_DETECTOR: inner}
     if isinstance(value, nn.ParameterDict):
         return {_PARAMETERS: {key: _plain(item) for key, item in value.items()}}
     if isinstance(value, (list, tuple)):
@@ -115,6 +126,8 @@ def _unplain(value: Any) -> Any:
         return value
     if value.keys() == {_ARRAY}:
         return value[_ARRAY].numpy()
+    if value.keys() == {_DETECTOR}:
+        return build_detector(value[_DETECTOR])
     if value.keys() == {_PARAMETERS}:
         items = value[_PARAMETERS].items()
         return nn.ParameterDict({key: nn.Parameter(item, requires_grad=False) for key, item in items})

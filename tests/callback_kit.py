@@ -1,6 +1,7 @@
 """A small classifier, its data and a quiet trainer for the tests of the callback."""
 
 import logging
+import random
 
 import numpy as np
 import pytorch_lightning as pl
@@ -19,15 +20,19 @@ QUIET = (
     "ignore:.*num_workers.*",
     "ignore:.*You're resuming from a checkpoint that ended before the epoch ended.*",
     "ignore:.*fork.*:DeprecationWarning",
+    "ignore:.*sampler has shuffling enabled.*",
 )
 
 CLASSES, WIDTH = 4, 8
+
+# networks of this size only wait for each other's threads
+torch.set_num_threads(1)
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2))
+        self.body = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.2))
         self.fc = nn.Linear(16, CLASSES)
 
     def features(self, x):
@@ -86,7 +91,7 @@ class Augmented(Dataset):
         return len(self.y)
 
     def __getitem__(self, index):
-        noise = 0.1 * (torch.randn(WIDTH) + float(np.random.rand()) + __import__("random").random())  # noqa: NPY002
+        noise = 0.1 * (torch.randn(WIDTH) + float(np.random.rand()) + random.random())  # noqa: NPY002
         return self.x[index] + noise, self.y[index]
 
 
@@ -110,7 +115,7 @@ def fit(monitor, *callbacks, module=None, train=None, val=None, tmp_path=None, *
     """Train the classifier for one epoch (or more) and return trainer and module."""
     module = module or Classifier()
     run = trainer(tmp_path, *(() if monitor is None else (monitor,)), *callbacks, **kwargs)
-    run.fit(module, train or loader(TRAIN), loader(VAL) if val is None else val)
+    run.fit(module, loader(TRAIN) if train is None else train, loader(VAL) if val is None else val)
     return run, module
 
 
@@ -118,6 +123,11 @@ def values(monitor, metric="AUROC", **conditions):
     """Values of the history, by detector and set."""
     rows = [r for r in monitor.history if r["metric"] == metric and all(r[k] == v for k, v in conditions.items())]
     return {(r["detector"], r["ood"]): r["value"] for r in rows}
+
+
+def told(caught):
+    """Messages of the monitor among recorded warnings."""
+    return [str(w.message) for w in caught if str(w.message).startswith("OODMonitor")]
 
 
 @torch.no_grad()

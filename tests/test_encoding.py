@@ -217,7 +217,7 @@ def test_batches_of_an_unknown_kind_are_refused_with_a_remedy(net, batch, messag
 def test_a_module_without_forward_is_run_through_the_network_that_holds_the_head(batch):
     module = Wrapper()
     assert torch.equal(BatchEncoder(module, "model.fc")(batch).features, expected(module.model, batch[0])[0])
-    with pytest.raises(EncodingError, match="Wrapper does not define forward.*forward=lambda"):
+    with pytest.raises(EncodingError, match=r"Wrapper does not define forward.*forward=lambda"):
         BatchEncoder(module)(batch)
 
 
@@ -284,7 +284,11 @@ def test_a_transformers_model_is_encoded_at_its_classifier():
     )
     net = transformers.BertForSequenceClassification(config).eval()
     batch = transformers.BatchEncoding(
-        {"input_ids": torch.randint(0, 30, (4, 6)), "attention_mask": torch.ones(4, 6).long(), "labels": torch.arange(4)}
+        {
+            "input_ids": torch.randint(0, 30, (4, 6)),
+            "attention_mask": torch.ones(4, 6).long(),
+            "labels": torch.arange(4),
+        }
     )
     encode = BatchEncoder(net)
     encoded = encode(batch)

@@ -1,13 +1,13 @@
 import math
 
 import numpy as np
+import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import auc, precision_recall_curve, roc_auc_score
 
-import oracle
 from rmd_plugin.metrics import METRICS, FeatureRows, OODScores, compare_sets, ood_metrics
 
 
