@@ -311,7 +311,11 @@ class RunFolder:
         path = self.file(HISTORY)
         try:
             with open(path, newline="", encoding="utf-8") as file:
-                return [_parse_history(record) for record in csv.DictReader(file, strict=True)]
+                reader = csv.DictReader(file, strict=True)
+                missing = [name for name in _HISTORY_COLUMNS if name not in (reader.fieldnames or ())]
+                if missing:
+                    raise ValueError(f"it lacks the columns {', '.join(missing)}")
+                return [_parse_history(record) for record in reader]
         except FileNotFoundError:
             return []
         except (ValueError, KeyError, TypeError, csv.Error) as error:

@@ -86,15 +86,13 @@ def print_summary(summary: Summary, files: Sequence[Path]) -> None:
     """Show the overall table, what failed, and where the files are."""
     from rich.console import Console
 
-    from rmd_plugin.reporting.summary import overall_tables
+    from rmd_plugin.reporting.summary import terminal_tables
     from rmd_plugin.reporting.table import to_terminal
 
     console = Console()
-    tables = overall_tables(summary)
-    missing = [run for run in summary.runs if run.outcome != "done"]
-    for table in tables:
+    for table in terminal_tables(summary, console.width):
         console.print(to_terminal(table))
-    for run in missing:
+    for run in (run for run in summary.runs if run.outcome != "done"):
         what = f"{run.path} ({run.name})" if run.name else str(run.path)
         console.print(f"{run.outcome}: {what}: {run.reason}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"Report: {files[0]}", markup=False, highlight=False, soft_wrap=True)

@@ -37,7 +37,8 @@ p { max-width: 46rem; margin: .5rem 0 1rem; }
 figure { margin: 0; min-width: 0; }
 figure.table { margin: 1rem 0 1.5rem; }
 figcaption { color: var(--quiet); font-size: .92rem; margin: 0 0 .5rem; }
-table { border-collapse: collapse; font-size: .93rem; font-variant-numeric: tabular-nums; min-width: 100%; }
+table { border-collapse: separate; border-spacing: 0; font-size: .93rem; font-variant-numeric: tabular-nums;
+  min-width: 100%; }
 th, td { text-align: right; padding: .38rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top;
   white-space: nowrap; }
 th { vertical-align: bottom; border-bottom: 2px solid var(--ink); font-weight: 600; }
@@ -45,7 +46,8 @@ th.left, td.left { text-align: left; }
 th.left:first-child, td.left:first-child { position: sticky; left: 0; background: #fff; padding-left: 0; }
 td.best strong { color: var(--accent); }
 .detail { display: block; color: var(--quiet); font-size: .8rem; font-weight: 400; }
-td.left:not(:first-child) { white-space: normal; min-width: 9rem; }
+td.left:not(:first-child) { white-space: normal; }
+td.left:last-child { min-width: 15rem; }
 .notes { color: var(--quiet); font-size: .88rem; padding-left: 1.1rem; margin: .6rem 0 0; max-width: 60rem; }
 .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1.25rem;
   margin: 1rem 0; }

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,7 +111,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     try:
         status = _status(folder)
         rows = folder.read_rows()
-        ended = folder.file(ROWS).stat().st_mtime if rows else 0.0
+        ended = _ended(folder, status) if rows else 0.0
     except (OSError, ValueError) as error:
         return Run(folder.path, "unreadable", " ".join(str(error).split()), about=about)
     about = {**about, **{key: getattr(rows[0], key) for key in _IDENTITY}} if rows else about
@@ -130,6 +131,14 @@ def _status(folder: RunFolder) -> RunStatus | None:
         return folder.read_status()
     except FileNotFoundError:
         return None
+
+
+def _ended(folder: RunFolder, status: RunStatus | None) -> float:
+    # a copied folder keeps its status, but not always the times of its files
+    try:
+        return datetime.fromisoformat(status.ended if status is not None else "").timestamp()
+    except ValueError:
+        return folder.file(ROWS).stat().st_mtime
 
 
 def _outcome(status: RunStatus | None, rows: Sequence[Row]) -> tuple[Outcome, str]:

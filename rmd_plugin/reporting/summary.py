@@ -39,7 +39,7 @@ def write_summary(summary: Summary, folder: str | os.PathLike[str]) -> list[Path
     """
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    tables = summary_tables(summary)
+    tables = summary_tables(summary, base=place)
     texts = {
         HTML: render_summary(summary, base=place),
         MARKDOWN: "\n".join(map(to_markdown, tables)),
@@ -59,29 +59,61 @@ def write_summary(summary: Summary, folder: str | os.PathLike[str]) -> list[Path
     return [place / name for name in (HTML, MARKDOWN, LATEX, CSV, RUNS)]
 
 
-def summary_tables(summary: Summary) -> list[Table]:
-    """All tables: the overall one, one per group where that says more, and the runs that gave no numbers."""
+def summary_tables(summary: Summary, *, base: Path | None = None) -> list[Table]:
+    """All tables: the overall one, one per group where that says more, and the runs that gave no numbers.
+
+    Args:
+        summary: the summary.
+        base: folder that paths of runs are shown relative to.
+    """
     tables = overall_tables(summary)
     tables += [_group_table(summary, group) for group in summary.groups if len(summary.sets(group)) > 1]
     missing = [run for run in summary.runs if run.outcome != "done"]
-    return tables + ([runs_table(missing, title="Runs without results")] if missing else [])
+    return tables + ([runs_table(missing, title="Runs without results", base=base)] if missing else [])
 
 
-def overall_tables(summary: Summary) -> list[Table]:
+def overall_tables(summary: Summary, *, columns: int = _WIDEST) -> list[Table]:
     """Detectors x groups: mean ± standard deviation over the seeds, mean rank, difference to the reference.
 
-    With many groups the overall table has only the last two, and the groups follow some at a time.
+    With many groups the overall table has only the last two, and the groups come before it, some at a time.
+
+    Args:
+        summary: the summary.
+        columns: at most so many groups side by side.
     """
     if not summary.groups:
         return []
     detectors = summary.ordered()
     groups = list(summary.groups)
-    wide = len(groups) > _WIDEST
-    first = _detector_table(summary, detectors, [] if wide else groups, overall=True)
-    if not wide:
-        return [first]
-    chunks = [groups[start : start + _WIDEST] for start in range(0, len(groups), _WIDEST)]
-    return [first, *(_detector_table(summary, detectors, chunk, overall=False) for chunk in chunks)]
+    if len(groups) <= columns:
+        return [_detector_table(summary, detectors, groups, overall=True)]
+    chunks = [groups[start : start + columns] for start in range(0, len(groups), columns)]
+    parts = [_detector_table(summary, detectors, chunk, overall=False) for chunk in chunks]
+    return [*parts, _detector_table(summary, detectors, [], overall=True)]
+
+
+def terminal_tables(summary: Summary, width: int) -> list[Table]:
+    """The overall tables with as many groups side by side as the terminal has room for.
+
+    Args:
+        summary: the summary.
+        width: columns of the terminal.
+    """
+    for columns in range(_WIDEST, 1, -1):
+        tables = overall_tables(summary, columns=columns)
+        if all(_folded_width(table) <= width for table in tables):
+            return tables
+    return overall_tables(summary, columns=1)
+
+
+def _folded_width(table: Table) -> int:
+    """Width of the table on a terminal with the small print below the numbers."""
+    total = 0
+    for number, column in enumerate(table.columns):
+        texts = [*column.title.split(), column.detail]
+        texts += [text for row in table.rows for text in (row[number].text, row[number].detail)]
+        total += max(map(len, texts)) + 3
+    return total
 
 
 def _detector_table(summary: Summary, detectors: Sequence[str], groups: Sequence[Group], *, overall: bool) -> Table:
@@ -105,7 +137,8 @@ def _detector_table(summary: Summary, detectors: Sequence[str], groups: Sequence
         else:
             notes.append(f"No difference: no run has the reference detector {label(summary.reference)}.")
         notes += [*_seed_notes(summary), *_failed_detectors(summary), *_missing_runs(summary), *summary.notes]
-    return Table(columns, list(zip(*cells, strict=True)), title=_title(summary), notes=notes)
+    title = _title(summary) if groups else f"{summary.metric} over all {len(summary.groups)} columns above"
+    return Table(columns, list(zip(*cells, strict=True)), title=title, notes=notes)
 
 
 def _group_table(summary: Summary, group: Group) -> Table:
@@ -117,7 +150,7 @@ def _group_table(summary: Summary, group: Group) -> Table:
         columns.append(Column(ood, detail=f"({distance})" if distance else ""))
         cells.append(_estimates(summary, [summary.estimate(group, name, ood=ood) for name in detectors]))
     for which in (NEAR, FAR):
-        if any(distance == which for _, distance in sets):
+        if sum(distance == which for _, distance in sets) > 1:
             columns.append(Column(f"{which} mean"))
             cells.append(_estimates(summary, [summary.estimate(group, name, which) for name in detectors]))
     if summary.reference in detectors and len(detectors) > 1:
@@ -339,7 +372,7 @@ def _relative(path: Path, base: Path | None) -> str:
 # -- CSV --------------------------------------------------------------------------------------------------------------
 
 _CSV_COLUMNS = (
-    "benchmark", "backbone", "setting", "ood", "detector", "metric", "mean", "deviation", "seeds", "rank",
+    "benchmark", "backbone", "setting", "ood", "detector", "metric", "mean", "deviation", "count", "rank",
     "difference", "low", "high",
 )  # fmt: skip
 
