@@ -13,7 +13,6 @@ _EXPORTS = {
     "Backbone": "base",
     "CheckpointError": "checkpoint",
     "EfficientNetLite0": "efficientnet",
-    "FineTuning": "stages",
     "GenomicsBERT": "genomics",
     "GenomicsCNN": "genomics",
     "Identity": "small",
@@ -34,7 +33,6 @@ __all__ = [
     "Backbone",
     "CheckpointError",
     "EfficientNetLite0",
-    "FineTuning",
     "GenomicsBERT",
     "GenomicsCNN",
     "Identity",
@@ -57,7 +55,7 @@ if TYPE_CHECKING:
     from rmd_plugin.backbones.genomics import GenomicsBERT, GenomicsCNN
     from rmd_plugin.backbones.resnet import ResNet
     from rmd_plugin.backbones.small import MLP, Identity, SmallCNN
-    from rmd_plugin.backbones.stages import FineTuning, MaskedTokenPretraining
+    from rmd_plugin.backbones.stages import MaskedTokenPretraining
     from rmd_plugin.backbones.text import BERT
     from rmd_plugin.backbones.vision import OpenCLIP, Timm, TorchVision
     from rmd_plugin.backbones.wide_resnet import WideResNet

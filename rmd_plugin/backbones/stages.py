@@ -1,4 +1,8 @@
-"""Two training stages as LightningModules: masked-token pre-training without labels, then fine-tuning with them."""
+"""The first of two training stages: masked-token pre-training without labels.
+
+The second, fine-tuning with labels, is :class:`rmd_plugin.training.Classifier` on the backbone that loads the first's
+checkpoint.
+"""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -8,7 +12,6 @@ from pytorch_lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rmd_plugin.backbones.base import Backbone
 from rmd_plugin.backbones.genomics import GenomicsBERT
 
 Batch: TypeAlias = Tensor | Sequence[Tensor]
@@ -106,7 +109,14 @@ class MaskedTokenPretraining(LightningModule):
         logits, targets = self(corrupted, chosen), tokens[chosen]
         # short reads may draw no mask: then a zero that still reaches every weight, as DDP wants, instead of NaN
         loss = F.cross_entropy(logits, targets) if targets.numel() else logits.sum()
-        _log(self, stage, "masked_accuracy", loss, logits, targets)
+        if targets.numel():
+            accuracy = (logits.argmax(dim=1) == targets).float().mean()
+            self.log_dict(
+                {f"{stage}/loss": loss, f"{stage}/masked_accuracy": accuracy},
+                prog_bar=True,
+                batch_size=targets.numel(),
+                sync_dist=stage == "val",
+            )
         return loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -120,74 +130,8 @@ class MaskedTokenPretraining(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW with linear warm-up."""
-        return _adamw(self, self.lr, self.weight_decay, self.warmup_steps)
-
-
-class FineTuning(LightningModule):
-    """Train a backbone as a classifier with cross-entropy; a frozen one trains its head only.
-
-    Samples with a negative label (OOD) are left out. Logs ``train/loss``, ``train/accuracy`` and the same under
-    ``val/``. Checkpoints load into the backbone's ``checkpoint``.
-
-    Args:
-        backbone: any backbone with a head.
-        lr: peak learning rate of AdamW.
-        weight_decay: of AdamW.
-        warmup_steps: steps of linear warm-up.
-    """
-
-    def __init__(
-        self, backbone: Backbone, *, lr: float = 1e-4, weight_decay: float = 0.0, warmup_steps: int = 0
-    ) -> None:
-        super().__init__()
-        if backbone.head is None:
-            raise ValueError("the backbone has no head to train: pass num_classes=... or call reset_head(num_classes).")
-        self.save_hyperparameters(ignore=["backbone"])
-        self.backbone = backbone
-        self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes)."""
-        logits: Tensor = self.backbone(x)
-        return logits
-
-    def _step(self, batch: Sequence[Tensor], stage: str) -> Tensor:
-        x, labels = batch[0], batch[1]
-        logits = self(x)
-        logits, labels = logits[labels >= 0], labels[labels >= 0]
-        loss = F.cross_entropy(logits, labels) if labels.numel() else logits.sum()
-        _log(self, stage, "accuracy", loss, logits, labels)
-        return loss
-
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        """Loss of one batch."""
-        return self._step(batch, "train")
-
-    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        """Loss of one batch."""
-        return self._step(batch, "val")
-
-    def configure_optimizers(self) -> Any:
-        """AdamW with linear warm-up, on the parameters that may learn."""
-        return _adamw(self, self.lr, self.weight_decay, self.warmup_steps)
-
-
-def _log(module: LightningModule, stage: str, name: str, loss: Tensor, logits: Tensor, targets: Tensor) -> None:
-    if not targets.numel():
-        return
-    accuracy = (logits.argmax(dim=1) == targets).float().mean()
-    module.log_dict(
-        {f"{stage}/loss": loss, f"{stage}/{name}": accuracy},
-        prog_bar=True,
-        batch_size=targets.numel(),
-        sync_dist=stage == "val",
-    )
-
-
-def _adamw(module: nn.Module, lr: float, weight_decay: float, warmup_steps: int) -> Any:
-    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learning, lr=lr, weight_decay=weight_decay)
-    if warmup_steps <= 0:
-        return optimizer
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup_steps, total_iters=warmup_steps)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        if self.warmup_steps <= 0:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / self.warmup_steps, total_iters=self.warmup_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
