@@ -22,8 +22,10 @@ def document(data_dir) -> str:
 def read_table(document: str, label: str) -> list[tuple[str, str | None, list[float]]]:
     """Lines of a LaTeX table as (benchmark, heading above it, numbers)."""
     (body,) = [
-        part for part in re.findall(r"\\begin\{table\}(.*?)\\end\{table\}", document, re.S) if f"\\label{{{label}}}" in part
-    ]  # fmt: skip
+        part
+        for part in re.findall(r"\\begin\{table\}(.*?)\\end\{table\}", document, re.S)
+        if f"\\label{{{label}}}" in part
+    ]
     heading, lines = None, []
     for line in re.split(r"\\\\", body.replace("\n", " ")):
         head = re.search(r"\\multicolumn\{\d\}\{c\}\{(.*?)\}", line)

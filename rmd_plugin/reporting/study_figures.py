@@ -82,7 +82,7 @@ def simulation_figure(arrays: Arrays, areas: Mapping[str, float] | None = None) 
     """
     panels = [
         ("x1", "The one coordinate that tells classes apart", "x₁"),
-        ("rest", "The 1,023 others, shared by all", "xᵢ, i > 1"),
+        ("rest", "The other coordinates, shared by all", "xᵢ, i > 1"),
         ("mahalanobis", _with_area("MD", areas, "mahalanobis"), "min MDₖ"),
         ("rmd", _with_area("RMD", areas, "rmd"), "min MDₖ - MD₀"),
     ]
@@ -141,7 +141,7 @@ def sweep_figure(arrays: Arrays) -> Figure:
         both[0].set_ylabel("AUROC (%)")
         both[0].set_ylim(None, 104)
         x, limit = arrays["sweep_sigma/values"], 100 * arrays["sweep_sigma/limit"]
-        place = len(x) // 2
+        place = max(len(x) // 2 - 1, 0)
         _name(both[1], "MD with the\ntrue parameters", (x[place], limit[place]), (8, 4), "#6A6A6A", ha="left")
     return figure
 
@@ -382,7 +382,7 @@ def _with_area(text: str, areas: Mapping[str, float] | None, name: str) -> str:
 
 
 def _name(
-    axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], colour: str, **align: str
+    axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], colour: str, **align: Any
 ) -> None:
     """A name beside a point, readable on top of lines."""
     label = axes.annotate(

@@ -126,7 +126,7 @@ def network_features(
             for rows in torch.randperm(len(features.train)).split(batch_size):
                 loss = F.cross_entropy(network(features.train[rows]), features.train_labels[rows])
                 optimiser.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 optimiser.step()
     with torch.no_grad():
         train, test, unknown = (network.encoder(x) for x in (features.train, features.test, features.unknown))

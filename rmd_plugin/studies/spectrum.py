@@ -33,7 +33,7 @@ def fit_directions(moments: Moments, *, basis: Basis = "eigen", shrinkage: float
     """Directions of unit within-class variance, and the class-independent variance along each.
 
     ``eigen`` is the paper's choice: the eigenvectors of Sigma by descending eigenvalue, with one background Gaussian
-    per direction. The terms of MD add up to MD; those of RMD leave out how the background correlates between directions.
+    per direction. The terms of MD add up to MD; those of RMD leave out the background's correlations.
     ``discriminative`` takes the directions in which Sigma and Sigma_0 are diagonal together, by descending variance of
     the class means: there the terms of both add up exactly. Where Sigma is a multiple of the identity its eigenvectors
     are arbitrary, and this is the only choice that says anything.
@@ -129,9 +129,9 @@ def analyse(features: FeatureSet, *, basis: Basis = "eigen", shrinkage: float | 
     gap = result.arrays["mahalanobis/unknown/mean"] - result.arrays["mahalanobis/known/mean"]
     threshold = change_point(gap)
 
-    detectors = {"mahalanobis": Mahalanobis, "rmd": RMD}
-    for name, kind in detectors.items():
-        detector = kind(shrinkage=shrinkage).fit_moments(moments)  # type: ignore[arg-type]
+    for name, detector in (("mahalanobis", Mahalanobis()), ("rmd", RMD())):
+        detector.shrinkage = shrinkage  # type: ignore[assignment]
+        detector.fit_moments(moments)
         known, unknown = (detector.predict_features(part) for _, part in _parts(features))
         result.rows.append(features.row(name, area_under_roc(known, unknown)))
         result.arrays[f"{name}/known/scores"] = as_array(known)

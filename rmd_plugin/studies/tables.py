@@ -69,7 +69,8 @@ def run(table: str, measured: Sequence[Measured], absent: Sequence[Absent] = ())
     """
     result = StudyResult(table)
     lines = {(row.benchmark, row.backbone): _Line(row) for row in TABLES[table]}
-    for item in (*measured, *absent):
+    items: list[Measured | Absent] = [*measured, *absent]
+    for item in items:
         if (item.benchmark, item.backbone) not in lines:
             have = "; ".join(", ".join(key) for key in lines)
             raise ValueError(f"{table} has no line {item.benchmark}, {item.backbone}. It has: {have}.")
@@ -80,8 +81,8 @@ def run(table: str, measured: Sequence[Measured], absent: Sequence[Absent] = ())
         else:
             line.reason = item.reason
     for (benchmark, backbone), line in lines.items():
-        for item in line.measured:
-            result.comparisons += _compare(line.row, item)
+        for found in line.measured:
+            result.comparisons += _compare(line.row, found)
         if not line.measured:
             result.comparisons += [
                 Comparison(f"{benchmark}, {backbone}", f"AUROC of {NAMES[name]}", value, reason=line.reason)
