@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shlex
@@ -55,6 +56,19 @@ def job_arguments() -> list[str]:
 
 def collect_versions() -> dict[str, Any]:
     """Versions of python, of the packages and of the code, and the platform."""
+    found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
+    found["packages"] = dict(_packages())
+    commit, project = _commit(Path(__file__).parent), _commit(Path.cwd())
+    if commit:
+        found["commit"] = commit
+    if project and project != commit:
+        found["project_commit"] = project
+    return found
+
+
+# asked once: what a process runs is what it began with, whatever is installed or committed meanwhile
+@functools.cache
+def _packages() -> dict[str, str]:
     packages = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -64,14 +78,12 @@ def collect_versions() -> dict[str, Any]:
         from rmd_plugin import __version__
 
         packages = {"rmd-plugin": __version__, **packages}
-    found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform(), "packages": packages}
-    commit = git_commit(Path(__file__).parent)
-    if commit:
-        found["commit"] = commit
-    project = git_commit(Path.cwd())
-    if project and project != commit:
-        found["project_commit"] = project
-    return found
+    return packages
+
+
+@functools.cache
+def _commit(folder: Path) -> str | None:
+    return git_commit(folder)
 
 
 def git_commit(folder: Path) -> str | None:
