@@ -64,7 +64,8 @@ class FlowDetector(StatefulDetector):
         weight_decay: weight decay of AdamW, on weights, not on biases.
         validation_fraction: part of each class that is held out to find the best epoch of its flow. With 0 the training
             part decides, and only ``max_epochs`` ends the training.
-        patience: epochs without a better held-out likelihood after which a flow is frozen.
+        patience: epochs without a better held-out likelihood after which a flow is frozen, though not before its first
+            100 steps.
         class_chunk: classes whose flows are trained together, which bounds the memory. None derives it from 1 GiB. It
             does not change the result.
         seed: of everything random. The global random state is neither used nor changed.
@@ -115,7 +116,7 @@ class FlowDetector(StatefulDetector):
         sharing: Sharing = "per_class",
         max_epochs: int = 100,
         batch_size: int = 64,
-        lr: float = 1e-3,
+        lr: float = 3e-3,
         weight_decay: float = 1e-4,
         validation_fraction: float = 0.1,
         patience: int = 10,
@@ -369,15 +370,15 @@ class FlowDetector(StatefulDetector):
 
     def _training_options(self, *, progress: bool) -> TrainingOptions:
         return TrainingOptions(
-            self.max_epochs,
-            self.batch_size,
-            self.lr,
-            self.weight_decay,
-            self.validation_fraction,
-            self.patience,
-            self.seed,
-            self.class_chunk,
-            progress,
+            max_epochs=self.max_epochs,
+            batch_size=self.batch_size,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            validation_fraction=self.validation_fraction,
+            patience=self.patience,
+            seed=self.seed,
+            chunk=self.class_chunk,
+            progress=progress,
         )
 
     def _check_options(self) -> None:

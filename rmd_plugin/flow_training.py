@@ -39,6 +39,8 @@ class TrainingOptions:
         validation_fraction: part of each flow's samples that is held out to find its best epoch. With 0 the loss on
             the training part takes its place, and nothing stops a flow before ``max_epochs``.
         patience: epochs without a better validation loss after which a flow stops.
+        warm_up: steps before which no flow is stopped. A flow's last layer is zero at the start, where the loss is
+            flat: small classes, with few steps per epoch, would be stopped before they have left it.
         seed: of the start and of the batches. Flow s has the same ones, whatever other flows there are.
         chunk: flows that are trained together, None to derive it from the memory they need.
         progress: show a progress bar.
@@ -46,16 +48,24 @@ class TrainingOptions:
 
     max_epochs: int = 100
     batch_size: int = 64
-    lr: float = 1e-3
+    lr: float = 3e-3
     weight_decay: float = 1e-4
     validation_fraction: float = 0.1
     patience: int = 10
+    warm_up: int = 100
     seed: int = 0
     chunk: int | None = None
     progress: bool = False
 
     def __post_init__(self) -> None:
-        for name, lowest in (("max_epochs", 0), ("batch_size", 1), ("patience", 1), ("seed", 0), ("chunk", 1)):
+        for name, lowest in (
+            ("max_epochs", 0),
+            ("batch_size", 1),
+            ("patience", 1),
+            ("warm_up", 0),
+            ("seed", 0),
+            ("chunk", 1),
+        ):
             value = getattr(self, name)
             if name == "chunk" and value is None:
                 continue
@@ -267,7 +277,8 @@ class _Stack:
             self.stale = torch.where(better, 0, self.stale + 1)
             stop = ~finite
             if self.options.validation_fraction:
-                stop |= self.stale >= self.options.patience
+                warm = epoch * torch.tensor(self._steps()) >= self.options.warm_up
+                stop |= warm & (self.stale >= self.options.patience)
             self.fit.diverged.extend(self.flows[~finite].tolist())
             if bool(stop.any()):
                 self._keep((~stop).nonzero().flatten())

@@ -221,7 +221,7 @@ def train_one_by_one(spec, x, y, count, options, contexts=None):
                 best, best_epoch, stale = now, epoch, 0
             else:
                 stale += 1
-            if stale >= options.patience:
+            if stale >= options.patience and epoch * steps >= options.warm_up:
                 break
         losses.append(best)
         epochs.append(best_epoch)
@@ -241,7 +241,9 @@ def unequal_classes(sizes=(50, 17, 33, 64, 12), width=4, bend=0.7):
 )
 def test_training_at_once_equals_training_one_by_one(spec, chunk):
     x, y = unequal_classes(bend=1.5)
-    options = TrainingOptions(max_epochs=12, batch_size=16, lr=5e-3, weight_decay=0.1, patience=3, chunk=chunk)
+    options = TrainingOptions(
+        max_epochs=12, batch_size=16, lr=5e-3, weight_decay=0.1, patience=3, warm_up=10, chunk=chunk
+    )
     fit = train_flows(spec, x, y, 5, options)
     losses, epochs = train_one_by_one(spec, x, y, 5, options)
     torch.testing.assert_close(fit.loss, losses, rtol=1e-4, atol=0)
@@ -252,7 +254,7 @@ def test_training_at_once_equals_training_one_by_one(spec, chunk):
 def test_conditional_training_equals_nflows_with_a_context():
     x, y = unequal_classes()
     spec = FlowSpec(4, 12, contexts=5)
-    options = TrainingOptions(max_epochs=6, batch_size=32, lr=5e-3, patience=3)
+    options = TrainingOptions(max_epochs=6, batch_size=32, lr=5e-3, patience=3, warm_up=0)
     nothing = torch.zeros_like(y)
     fit = train_flows(spec, x, nothing, 1, options, contexts=y)
     losses, epochs = train_one_by_one(spec, x, nothing, 1, options, contexts=y)
@@ -305,7 +307,7 @@ def test_a_flow_does_not_depend_on_the_others():
 
 def test_the_kept_parameters_are_those_of_the_best_epoch():
     x, y = unequal_classes()
-    options = TrainingOptions(max_epochs=30, batch_size=8, lr=2e-2, patience=4)
+    options = TrainingOptions(max_epochs=30, batch_size=8, lr=2e-2, patience=4, warm_up=0)
     spec = FlowSpec(4, 12)
     fit = train_flows(spec, x, y, 5, options)
     assert bool((fit.loss <= fit.start_loss).all())
@@ -326,11 +328,25 @@ def test_a_stopped_flow_leaves_the_stack(monkeypatch):
         return stacked_log_prob(spec, params, x, contexts)
 
     monkeypatch.setattr(flow_training, "stacked_log_prob", recorded)
-    fit = train_flows(FlowSpec(4, 12), x, y, 5, TrainingOptions(max_epochs=40, batch_size=100, lr=2e-2, patience=3))
+    options = TrainingOptions(max_epochs=40, batch_size=100, lr=2e-2, patience=3, warm_up=0)
+    fit = train_flows(FlowSpec(4, 12), x, y, 5, options)
     assert widths[0] == 5
     assert widths == sorted(widths, reverse=True)
     # the loss at the start, and then for each flow: its best epoch, the patience, one training and one validation each
     assert sum(widths) == 5 + 2 * int((fit.epochs + 3).clamp(max=40).sum())
+
+
+def test_no_flow_is_stopped_before_it_has_warmed_up(monkeypatch):
+    x, y = unequal_classes(sizes=(64, 12))
+    epochs = []
+    evaluate = flow_training._Stack.evaluate
+    monkeypatch.setattr(flow_training._Stack, "evaluate", lambda self: epochs.append(len(self.flows)) or evaluate(self))
+    # a learning rate at which nothing gets better: 58 and 10 training samples, that is 8 and 2 steps per epoch
+    options = TrainingOptions(max_epochs=40, batch_size=8, lr=1.0, patience=2, warm_up=32)
+    fit = train_flows(FlowSpec(4, 12), x, y, 2, options)
+    assert fit.epochs.tolist() == [0, 0]
+    assert fit.diverged == []
+    assert epochs == [2] + 4 * [2] + 12 * [1]
 
 
 def test_without_a_validation_part_all_epochs_run_on_all_samples():
@@ -494,6 +510,7 @@ def test_the_bar_shows_the_epoch_and_both_losses(capsys):
         {"weight_decay": -1.0},
         {"validation_fraction": 1.0},
         {"patience": 0},
+        {"warm_up": -1},
         {"seed": -1},
         {"chunk": 0},
         {"batch_size": True},
