@@ -41,10 +41,11 @@ def make_backbone(config: DictConfig, benchmark: Any, *, num_classes: int | None
         num_classes: classes of a new head, where the config does not say; None leaves the head to the checkpoint.
     """
     node, changes = config.backbone, {}
-    if "in_features" in node and (OmegaConf.is_missing(node, "in_features") or node.in_features is None):
+    if OmegaConf.is_missing(node, "in_features") or node.get("in_features", 0) is None:
         sample = benchmark.train_set()[0][0]
         if isinstance(sample, Tensor):
-            changes["in_features"] = sample.numel()
+            # merged, not passed on: Hydra refuses a config with a missing value even if it is given beside it
+            node = OmegaConf.merge(node, {"in_features": sample.numel()})
     if num_classes is not None and node.get("num_classes") is None:
         changes["num_classes"] = num_classes
     return _instantiate(node, changes)

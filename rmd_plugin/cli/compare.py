@@ -9,16 +9,15 @@ register_resolvers()
 
 
 @hydra.main(version_base="1.3", config_path=config_path(), config_name="compare")
-def main(config: DictConfig) -> float | None:
+def main(config: DictConfig) -> None:
     """Run one comparison; in a multirun Hydra calls this once per combination.
 
-    Returns:
-        The best near-OOD AUROC, for sweepers that want a number.
+    Nothing is returned for sweepers that search: the numbers are of test data, and nobody should tune on those.
     """
     # torch is imported only here: --help takes a second
     from rmd_plugin.cli.compare_job import run
 
-    return run(config)
+    run(config)
 
 
 if __name__ == "__main__":

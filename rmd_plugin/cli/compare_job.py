@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from pathlib import Path
 from typing import cast
@@ -23,35 +22,33 @@ from rmd_plugin.cli.assembly import (
 from rmd_plugin.comparison import Comparison, compare
 from rmd_plugin.extraction import Extractor
 from rmd_plugin.feature_cache import FeatureCache
+from rmd_plugin.provenance import current_command
 from rmd_plugin.reporting.table import to_html, to_latex, to_markdown, to_terminal
-from rmd_plugin.reporting.tables import comparison_tables, near_far_means
+from rmd_plugin.reporting.tables import comparison_tables
 from rmd_plugin.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
 
-def run(config: DictConfig) -> float | None:
+def run(config: DictConfig) -> None:
     """Compare the detectors of a config and write everything into its output folder.
 
     Args:
         config: the composed config.
-
-    Returns:
-        The best near-OOD AUROC, None if there is none.
     """
+    # some detectors tell how their fit went; the table has what counts
+    logging.getLogger("pytorch_ood").setLevel(logging.WARNING)
     with one_clear_error("rmd-compare"):
         benchmark, backbone = run_names(config)
         folder = RunFolder(config.paths.output_dir)
         about: dict[str, str | int] = {"benchmark": benchmark, "backbone": backbone, "seed": int(config.seed)}
-        with folder.running(config=_resolved(config), about=about):
+        with folder.running(config=_repeatable(config), about=about, command=current_command("rmd-compare")):
             result = _compare(config, benchmark, backbone, folder)
             write_outputs(result, folder, figures=bool(config.figures))
             print_tables(result)
             print(f"Written to {folder.path}")
             if result.interrupted:
                 raise KeyboardInterrupt
-    best = [means["near"] for means in near_far_means(result.rows).values() if not math.isnan(means["near"])]
-    return max(best, default=None)
 
 
 def _compare(config: DictConfig, benchmark_name: str, backbone_name: str, folder: RunFolder) -> Comparison:
@@ -135,8 +132,8 @@ def _remark(config: DictConfig, backbone: object) -> str:
     return ""
 
 
-def _resolved(config: DictConfig) -> DictConfig:
-    """The config without references to this run, so that another run can be started from it."""
-    plain = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config, resolve=True)))
-    plain.paths.output_dir = "${hydra:runtime.output_dir}"
-    return plain
+def _repeatable(config: DictConfig) -> str:
+    """The config as text from which the run can be repeated: ``rmd-compare --config-dir OUT --config-name config``."""
+    plain = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(config, resolve=False)))
+    plain.names = OmegaConf.to_container(config.names, resolve=True)  # known to Hydra only while it composes
+    return OmegaConf.to_yaml(plain)

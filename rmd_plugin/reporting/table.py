@@ -185,8 +185,7 @@ def to_terminal(table: Table, *, width: int | None = None) -> Group:
             text = Text(item.text, style="bold" if item.bold else style)
             return text.append(f"{between}{item.detail}", style="dim") if item.detail else text
 
-        drawn = RichTable(title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-        drawn.title = table.title or None
+        drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in table.columns:
             head = Cell(column.title if between == " " else column.title.replace(" ", "\n"), detail=column.detail)
             # wider than the terminal rather than without its last columns
@@ -198,4 +197,6 @@ def to_terminal(table: Table, *, width: int | None = None) -> Group:
     console = Console(width=width)
     wide = draw(" ")
     fits = console.measure(wide, options=console.options.update(max_width=10_000)).maximum <= console.width
-    return Group(wide if fits else draw("\n"), *(Text(note, style="dim") for note in table.notes))
+    # not the table's own title, which would be as narrow as the table
+    title = [Text(table.title, style="bold")] if table.title else []
+    return Group(*title, wide if fits else draw("\n"), *(Text(note, style="dim") for note in table.notes))
