@@ -199,13 +199,15 @@ class CellRunner:
     """Runs cells, each at most once.
 
     Args:
-        root: folder of the cells and of the feature cache.
+        root: folder of the cells.
         data_dir: folder of the data sets; None reads ``RMD_DATA_DIR``.
+        cache_dir: folder of the features, shared with ``rmd-compare``; None keeps them beside the cells.
         resamples: of the bootstrap intervals.
     """
 
     root: Path
     data_dir: str | None = None
+    cache_dir: str | None = None
     resamples: int = 200
     _done: dict[str, CellResult] = field(default_factory=dict)
 
@@ -290,7 +292,7 @@ class CellRunner:
         return Extractor(
             job.benchmark,
             job.backbone,
-            cache=FeatureCache(self.root / "features"),
+            cache=FeatureCache(self.root / "features" if self.cache_dir is None else self.cache_dir),
             batch_size=job.config.batch_size,
             num_workers=job.config.num_workers,
             progress=sys.stderr.isatty(),

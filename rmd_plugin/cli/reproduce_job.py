@@ -59,7 +59,9 @@ def run(config: DictConfig) -> None:
         if not names and config.document is None:
             list_studies(root)
             return
-        runner = CellRunner(root, data_dir=config.paths.data_dir, resamples=config.resamples)
+        runner = CellRunner(
+            root, data_dir=config.paths.data_dir, cache_dir=config.cache_dir, resamples=config.resamples
+        )
         reproduction = Reproduction(config, root, runner)
         for name in names:
             reproduction.run(name)

@@ -62,7 +62,7 @@ class FeatureSet:
 
     def row(self, detector: str, value: float, metric: str = AUROC, **extra: object) -> Row:
         """A row about these features."""
-        about = (self.benchmark, self.ood, self.backbone, detector, self.seed, metric, value)
+        about = (self.benchmark, self.ood, self.backbone, detector, self.seed, metric, float(value))
         return Row(*about, distance=self.distance, **extra)  # type: ignore[arg-type]
 
 

@@ -81,7 +81,7 @@ def run(curves: Sequence[TrainingCurves], *, settings: Sequence[str] = (), reaso
             steps, values = item.curve(detector)
             result.arrays[f"{item.label}//{detector}"] = np.stack([steps, values])
             result.rows += [
-                Row(*about, detector, item.seed, AUROC, value, distance=item.distance, reason=f"step {step:.0f}")
+                Row(*about, detector, item.seed, AUROC, float(value), distance=item.distance, reason=f"step {step:.0f}")
                 for step, value in zip(steps, values, strict=True)
             ]
         if item.accuracies:

