@@ -77,9 +77,10 @@ class RunStatus:
 
     @property
     def seconds(self) -> float:
-        """How long the run took, NaN if it has not ended."""
+        """How long the run took, or has taken so far if this process is the run; NaN if that is not known."""
+        ended = _now() if self.state == "running" and self.pid == os.getpid() else self.ended
         try:
-            return (datetime.fromisoformat(self.ended) - datetime.fromisoformat(self.started)).total_seconds()
+            return (datetime.fromisoformat(ended) - datetime.fromisoformat(self.started)).total_seconds()
         except (ValueError, TypeError):
             return math.nan
 
@@ -374,7 +375,9 @@ class RunFolder:
 
 def describe_error(error: BaseException) -> str:
     """An error as one line: its type and what it says, without the pages that some libraries add."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines()]
+    # OmegaConf adds where it was in its own structure
+    lines = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
     text = " ".join(lines[:3])
     text = text if len(text) <= 400 else text[:397] + "..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -171,6 +171,7 @@ def test_what_is_not_done_is_named_and_the_rest_stands(sweep, tmp_path):
     assert {name: run.outcome for name, run in runs.items() if run.outcome != "done"} == expected
     assert runs["7"].reason == "RuntimeError: CUDA out of memory"
     assert "still running" in runs["9"].reason
+    assert runs["7"].name == "digits, seed 7"
     assert runs["11"].name == "digits, seed 11, x.y=3"
     summary = summarise(list(runs.values()))
     assert [len(seeds) for seeds in summary.groups.values()] == [3, 3]
@@ -216,6 +217,18 @@ def test_runs_with_other_options_are_not_averaged(tmp_path):
     summary = summarise(gather_runs([tmp_path]))
     assert [group.setting for group in summary.groups] == ["shrinkage=0", "shrinkage=0.5"]
     assert [summary.estimate(group, "rmd").mean for group in summary.groups] == pytest.approx([0.9, 0.85])
+
+
+def test_weights_are_a_setting_only_where_nothing_else_tells_runs_apart(tmp_path):
+    for seed in (0, 1):
+        write_run(
+            tmp_path / "a" / str(seed), {"rmd": 0.9}, seed=seed, config={"seed": seed, "ckpt_path": f"{seed}.ckpt"}
+        )
+    assert [group.setting for group in summarise(gather_runs([tmp_path])).groups] == [""]
+    for name in "xy":
+        write_run(tmp_path / "b" / name, {"rmd": 0.9}, config={"seed": 0, "ckpt_path": f"{name}.ckpt"})
+    found = summarise(gather_runs([tmp_path / "b"])).groups
+    assert [group.setting for group in found] == ["ckpt_path=x.ckpt", "ckpt_path=y.ckpt"]
 
 
 def test_runs_of_other_detectors_stand_in_one_table(tmp_path):

@@ -7,11 +7,11 @@ import sys
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import MissingMandatoryValue, OmegaConf
 
 from rmd_plugin.provenance import collect_versions, current_command, git_commit
 from rmd_plugin.rows import Row
-from rmd_plugin.run_folder import CONFIG, ROWS, STATUS, VERSIONS, RunFolder, describe_error
+from rmd_plugin.run_folder import CONFIG, ROWS, STATUS, TIMINGS, VERSIONS, RunFolder, describe_error
 
 ROW = Row("digits", "noise", "mlp", "rmd", 3, "AUROC", 1 / 3, distance="far")
 
@@ -22,6 +22,7 @@ def test_a_run_that_ends_well_is_done_and_has_its_files(tmp_path):
     with folder.running(config={"seed": 3}, about=about, command="rmd-train seed=3"):
         status = folder.read_status()
         assert (status.state, status.pid, status.gone) == ("running", os.getpid(), False)
+        assert 0 <= status.seconds < 60
         assert not folder.done
         folder.write_rows([ROW])
     status = folder.read_status()
@@ -30,7 +31,7 @@ def test_a_run_that_ends_well_is_done_and_has_its_files(tmp_path):
     assert folder.done
     assert repr(folder.read_rows()) == repr([ROW])  # NaN is not equal to itself
     assert folder.read_versions()["command"] == "rmd-train seed=3"
-    assert sorted(os.listdir(folder.path)) == sorted([CONFIG, ROWS, STATUS, VERSIONS])
+    assert sorted(os.listdir(folder.path)) == sorted([CONFIG, ROWS, STATUS, TIMINGS, VERSIONS])
 
 
 def test_an_error_is_kept_with_its_reason_and_raised(tmp_path):
@@ -107,6 +108,9 @@ def test_a_long_error_becomes_one_short_line():
     text = describe_error(ValueError("first\n\nsecond\nthird\nfourth" + "x" * 1000))
     assert text == "ValueError: first second third"
     assert len(describe_error(ValueError("y" * 1000))) < 450
+    with pytest.raises(MissingMandatoryValue) as caught:
+        _ = OmegaConf.create({"a": "???"}).a
+    assert describe_error(caught.value) == "MissingMandatoryValue: Missing mandatory value: a"
     assert describe_error(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 

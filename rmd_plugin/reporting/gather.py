@@ -18,8 +18,13 @@ Outcome = Literal["done", "failed", "unfinished", "unreadable"]
 _HYDRA = ".hydra"
 _IDENTITY = ("benchmark", "backbone", "seed")
 #: parts of a config that say where and how a run works, not what it computes
-_NOT_SETTINGS = {"hydra", "paths", "logger", "num_workers", "resume", "verbose", "progress", "device", "devices"}
-_NOT_SETTINGS_ENDS = ("seed", "dir", "path", "enable_progress_bar", "enable_model_summary")
+_NOT_SETTINGS = {
+    "hydra", "paths", "names", "logger", "monitor", "figures", "resamples", "num_workers", "resume", "verbose",
+    "progress", "device", "devices", "enable_progress_bar", "enable_model_summary",
+}  # fmt: skip
+_NOT_SETTINGS_ENDS = ("seed", "dir")
+#: weights often differ from seed to seed: they are a setting only where runs would be the same without them
+_WEIGHTS_ENDS = ("path", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -114,10 +119,11 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         ended = _ended(folder, status) if rows else 0.0
     except (OSError, ValueError) as error:
         return Run(folder.path, "unreadable", " ".join(str(error).split()), about=about)
-    about = {**about, **{key: getattr(rows[0], key) for key in _IDENTITY}} if rows else about
+    if rows:
+        about = {key: getattr(rows[0], key) for key in _IDENTITY}
+    elif status is not None and status.about:
+        about = dict(status.about)
     outcome, reason = _outcome(status, rows)
-    if status is not None:
-        about = {**about, **status.about}
     run = Run(folder.path, outcome, reason, rows if outcome == "done" else (), about, ended=ended)
     try:
         return replace(run, config=folder.read_config())
@@ -180,6 +186,11 @@ def _with_settings(runs: list[Run]) -> list[Run]:
         flat = {number: dict(_flatten(runs[number].config)) for number in numbers}
         keys = dict.fromkeys(key for values in flat.values() for key in values)
         varying = [key for key in keys if _varies(key, list(flat.values()))]
+        weights = [key for key in varying if key[-1].endswith(_WEIGHTS_ENDS)]
+        rest = [key for key in varying if key not in weights]
+        told = {(runs[n].about.get("seed"), *(repr(values.get(key)) for key in rest)) for n, values in flat.items()}
+        if len(told) == len(flat):
+            varying = rest
         short = _short_names(varying)
         for number, values in flat.items():
             text = ", ".join(f"{short[key]}={_show(values.get(key, _UNSET))}" for key in varying)
