@@ -63,6 +63,7 @@ summary { cursor: pointer; color: var(--accent); }
   margin: 1rem 0; }
 .versions dt { color: var(--quiet); }
 .versions dd { margin: 0; overflow-wrap: anywhere; }
+@media (min-width: 60rem) { .versions { grid-template-columns: repeat(2, max-content minmax(0, 1fr)); } }
 @media (max-width: 30rem) { .versions { grid-template-columns: minmax(0, 1fr); } .versions dd { margin-bottom: .4rem; }
   .tiles { grid-template-columns: 1fr 1fr; } .tiles dd { font-size: 1.25rem; } }
 @media print { main { max-width: none; } h2 { break-after: avoid; } figure { break-inside: avoid; } }

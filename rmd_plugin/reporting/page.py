@@ -164,7 +164,7 @@ def _key_figures(rows: Sequence[Row], status: RunStatus | None) -> list[str]:
             where = "near-OOD AUROC" if which == "near" else "AUROC"
             items.append(("RMD against MD", f"{gain:+.2f}".replace("-", "−"), f"points of {where}"))
     if status is not None and not math.isnan(status.seconds):
-        items.append(("Time", _duration(status.seconds), "training and comparison"))
+        items.append(("Time", _duration(status.seconds), "the whole run"))
     return [doc.tiles(items)] if items else []
 
 
