@@ -265,6 +265,7 @@ def test_the_page_fits_every_screen_in_a_real_browser(run, tmp_path):
         assert frame["drawn"] == frame["images"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_the_picture_of_the_page_is_not_blank(run, tmp_path):
     from PIL import Image
