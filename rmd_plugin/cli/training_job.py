@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -84,7 +88,7 @@ class Job:
     """
 
     def __init__(self, config: DictConfig, folder: RunFolder) -> None:
-        self.config, self.folder = config, folder
+        self.config, self.folder, self.interrupted = config, folder, False
         self.detectors = make_detectors(config)
         self.benchmark = make_benchmark(config)
         self.backbone = make_backbone(config, self.benchmark, num_classes=self.benchmark.num_classes)
@@ -120,12 +124,13 @@ class Job:
         monitor = OODMonitor(self._monitored(), head="backbone.head", seed=config.seed)
         keep = self._checkpointing(CHECKPOINTS, "val/acc", "max")
         trainer = self._trainer([monitor, keep])
-        with single_job():
+        with stoppable(trainer), single_job():
             trainer.fit(self.module, datamodule=self.data, ckpt_path=self._last(CHECKPOINTS) or config.ckpt_path)
         if trainer.is_global_zero:
             self.folder.write_history(monitor.history)
-        if trainer.interrupted:
-            log.warning("training was stopped: going on with the best weights so far")
+        self.interrupted = trainer.interrupted
+        if self.interrupted and not keep.best_model_path:
+            raise KeyboardInterrupt
         if keep.best_model_path:
             self._load(Path(keep.best_model_path))
         return None if keep.best_model_score is None else float(keep.best_model_score)
@@ -140,7 +145,7 @@ class Job:
             return
         keep = self._checkpointing(PRETRAINED, "val/loss", "min")
         trainer = self._trainer([keep], max_epochs=config.pretrain.max_epochs, logger=False)
-        with single_job():
+        with stoppable(trainer), single_job():
             trainer.fit(stage, datamodule=self.data, ckpt_path=self._last(PRETRAINED))
         if trainer.interrupted:
             raise KeyboardInterrupt
@@ -219,8 +224,23 @@ class Job:
         page = write_report(self.folder)
         print_tables(result)
         print(f"Report: {page}")
-        if result.interrupted:
+        if result.interrupted or self.interrupted:
             raise KeyboardInterrupt
+
+
+@contextmanager
+def stoppable(trainer: pl.Trainer) -> Iterator[None]:
+    """Let a job go on after Ctrl-C in its training: Lightning would end the process and ignore further Ctrl-C."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit:
+        if not trainer.interrupted:
+            raise
+        log.warning("the training was stopped: what follows is about the best weights so far")
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
 
 
 def contributions(extractor: Extractor) -> dict[str, dict[str, np.ndarray]]:
