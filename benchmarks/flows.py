@@ -122,7 +122,7 @@ def scoring(classes: int, width: int, hidden: int, samples: int, rounds: int) ->
     bank = FlowBank(spec, params, centres)
     flows = [spec.unstack(params, k) for k in range(classes)]
     stacked, buffers = stack_module_state([_LogProb(flow) for flow in flows])
-    shell = _LogProb(flows[0]).to("meta")
+    shell = _LogProb(spec.build()).to("meta")
 
     def folded() -> Tensor:
         return torch.cat([bank(part) for part in u.split(PASS_SAMPLES)])
