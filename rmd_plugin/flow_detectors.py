@@ -232,7 +232,7 @@ class FlowDetector(StatefulDetector):
             second = train_flows(spec, torch.cat(background), everything, 1, options, title="background flow")
             state |= _named("background", second)
             self._warn(second, None)
-        return state
+        return {name: tensor.to(device) for name, tensor in state.items()}
 
     def _train_classes(self, x: Tensor, index: Tensor, labels: Tensor, options: TrainingOptions) -> FlowFit:
         if self.sharing == "per_class":
@@ -408,15 +408,14 @@ class RelativeFlow(FlowDetector):
 
     Example:
         >>> import torch
-        >>> from rmd_plugin.flow_detectors import RelativeFlow
+        >>> from rmd_plugin import RelativeFlow
         >>> _ = torch.manual_seed(0)
-        >>> y = torch.arange(400) % 2
-        >>> z = torch.randn(400, 2)
-        >>> z[:, 1] += z[:, 0] ** 2  # two bananas
-        >>> z[:, 0] += 10.0 * y
-        >>> detector = RelativeFlow(max_epochs=30, lr=1e-2, progress=False).fit_features(z, y)
-        >>> inside, hollow = detector.predict_features(torch.tensor([[0.0, 0.0], [0.0, 4.0]]))
-        >>> bool(inside < hollow)
+        >>> y = torch.arange(600) % 2
+        >>> z = torch.randn(600, 2)
+        >>> z[:, 1] = (1 - 2 * y) * (z[:, 0] ** 2 + 1) + 0.3 * z[:, 1]  # two arcs, back to back
+        >>> detector = RelativeFlow(max_epochs=20, lr=1e-2, progress=False).fit_features(z, y)
+        >>> on_an_arc, behind_it = detector.predict_features(torch.tensor([[0.0, 1.0], [0.0, 3.0]]))
+        >>> bool(on_an_arc < 0 < behind_it)
         True
     """
 

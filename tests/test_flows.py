@@ -141,26 +141,26 @@ def test_wide_networks_have_the_masks_of_nflows():
 
 
 @pytest.mark.parametrize("kind", ["maf", "rqs"])
-@pytest.mark.parametrize("transforms", [1, 2])
+@pytest.mark.parametrize("transforms", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_trained_density_integrates_to_one(kind, transforms):
     spec = FlowSpec(2, 32, transforms=transforms, kind=kind)
     options = TrainingOptions(max_epochs=12, lr=5e-3, patience=12)
     fit = train_flows(spec, banana(400), torch.zeros(400).long(), 1, options)
     assert int(fit.epochs[0]) > 0
-    axis = torch.arange(-14, 14, 0.05)
+    axis = torch.arange(-14, 14, 0.07)
     bank = FlowBank(spec, fit.params, torch.zeros(1, 2))
     with torch.no_grad():
-        mass = sum(bank(part).double().exp().sum() for part in torch.cartesian_prod(axis, axis).split(20_000)) * 0.05**2
+        mass = sum(bank(part).double().exp().sum() for part in torch.cartesian_prod(axis, axis).split(20_000)) * 0.07**2
         # two affine transforms can have heavy tails: what nflows samples beyond the grid is missing on it
         beyond = (spec.unstack(fit.params, 0).sample(20_000).abs().amax(1) > 14).double().mean()
     assert float(mass + beyond) == pytest.approx(1.0, abs=3e-3)
     assert float(mass) > 0.95
 
 
-@pytest.mark.parametrize(("data", "kind", "gain"), [(banana, "maf", 0.5), (banana, "rqs", 0.5), (moons, "rqs", 0.2)])
+@pytest.mark.parametrize(("data", "kind", "gain"), [(banana, "maf", 0.5), (moons, "rqs", 0.2)])
 def test_held_out_nats_beat_the_gaussian_on_curved_data(data, kind, gain):
     spec = FlowSpec(2, 32, kind=kind)
-    options = TrainingOptions(max_epochs=60, lr=1e-2, patience=10)
+    options = TrainingOptions(max_epochs=25, lr=1e-2)
     fit = train_flows(spec, data(600), torch.zeros(600).long(), 1, options)
     fresh = data(4000, seed=1)
     with torch.no_grad():
