@@ -51,6 +51,7 @@ class Sources:
         norm_std: standard deviations that the inputs were normalised by, per channel, if known.
         text_embeddings: embeddings of the class names of shape (K, D), from a vision-language backbone.
         seed: for detectors that have one.
+        progress: whether detectors that train show a bar.
     """
 
     feature_dim: int
@@ -61,6 +62,7 @@ class Sources:
     norm_std: list[float] | None = None
     text_embeddings: Tensor | None = field(default=None, repr=False)
     seed: int = 0
+    progress: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,6 +250,7 @@ _PROVIDERS: Mapping[str, Callable[[Sources, Route], Any]] = {
     "num_classes": lambda sources, _: sources.num_classes,
     "norm_std": lambda sources, _: sources.norm_std,
     "seed": lambda sources, _: sources.seed,
+    "progress": lambda sources, _: sources.progress,
     "text_embeddings": _text_embeddings,
     "weights": _class_weights,
 }

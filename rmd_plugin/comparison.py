@@ -202,6 +202,7 @@ class _Run:
             norm_std=[float(value) for value in std] if std is not None else None,
             text_embeddings=embed(names) if callable(embed) and names else None,
             seed=self.seed,
+            progress=extractor.progress,
         )
 
     def evaluate(self, name: str, prepared: Prepared) -> None:

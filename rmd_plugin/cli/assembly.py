@@ -48,6 +48,8 @@ def make_backbone(config: DictConfig, benchmark: Any, *, num_classes: int | None
             node = OmegaConf.merge(node, {"in_features": sample.numel()})
     if num_classes is not None and node.get("num_classes") is None:
         changes["num_classes"] = num_classes
+    if config.get("checkpoint") is not None:
+        changes["checkpoint"] = config.checkpoint
     return _instantiate(node, changes)
 
 

@@ -127,8 +127,9 @@ def print_tables(result: Comparison) -> None:
 def _remark(config: DictConfig, backbone: object) -> str:
     node = config.backbone
     weights = any(True for _ in backbone.parameters())  # type: ignore[attr-defined]
-    if weights and node.get("checkpoint") is None and not node.get("pretrained", False):
-        return "the encoder is untrained: backbone.checkpoint=FILE loads a trained one"
+    trained = node.get("pretrained", False) or (config.checkpoint or node.get("checkpoint")) is not None
+    if weights and not trained:
+        return "the encoder is untrained: checkpoint=FILE loads a trained one"
     return ""
 
 
