@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.warnings import PossibleUserWarning
 
 from rmd_plugin.cli.cells import Cell, CellRunner
 from rmd_plugin.cli.configs import register_resolvers
-from rmd_plugin.cli.reproduce_job import SCALES, STUDIES, Reproduction, chosen_studies, load_experiment, run
+from rmd_plugin.cli.reproduce_job import STUDIES, Reproduction, chosen_studies, load_experiment, run
 from rmd_plugin.functional import NumericalWarning
 from rmd_plugin.rows import read_rows
 from rmd_plugin.studies.paper import TABLES
@@ -38,9 +38,8 @@ def _known_warnings():
 
 
 def make_config(tmp_path, *overrides):
-    return compose(
-        "reproduce", overrides=[f"output='{tmp_path}/small'", "paths.data_dir=null", "cache_dir=null", *overrides]
-    )
+    usual = [f"output='{tmp_path}/small'", "paths.data_dir=null", "cache_dir=null"]
+    return compose("reproduce", overrides=[*usual, *overrides])
 
 
 def make_cells(scale, study, config, tmp_path):
@@ -52,7 +51,7 @@ def make_cells(scale, study, config, tmp_path):
 # -- configs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", [pytest.param("small", marks=pytest.mark.slow), "paper"])
 def test_every_cell_of_every_study_composes(hydra, tmp_path, scale):
     runner, config = CellRunner(tmp_path), make_config(tmp_path)
     # many studies share a cell
@@ -122,6 +121,15 @@ def test_without_a_study_the_command_lists_all_of_them(hydra, tmp_path, capsys):
     assert all(name in listed for name in STUDIES)
 
 
+def test_cells_can_be_left_out_and_are_then_not_claimed(hydra, tmp_path):
+    config = make_config(tmp_path, "study=table1", "cells=[]")
+    run(config)
+    summary = json.loads((tmp_path / "small" / "table1" / "study.json").read_text())
+    assert all(item["ours"] is None for item in summary["comparisons"])
+    assert all("left out" in item["reason"] for item in summary["comparisons"])
+    assert not (tmp_path / "small" / "cells").exists()
+
+
 def test_another_scale_ends_with_one_sentence(hydra, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         run(make_config(tmp_path, "study=simulation", "scale=huge"))
@@ -155,7 +163,8 @@ def test_a_study_trains_its_cell_once_and_goes_on_without_missing_data(hydra, tm
     config = make_config(tmp_path, "study=robustness", "resamples=0", f"extra=[{extra}]")
     run(config)
     folder = tmp_path / "small"
-    rows = read_rows(folder / "robustness" / "rows.csv")
+    file = folder / "robustness" / "rows.csv"
+    rows, written = read_rows(file), file.read_bytes()
     assert {row.detector for row in rows} == {"", "mahalanobis", "rmd", "msp"}
     # two checks in one epoch
     assert len({row.reason for row in rows if row.detector == "rmd"}) == 2
@@ -167,7 +176,7 @@ def test_a_study_trains_its_cell_once_and_goes_on_without_missing_data(hydra, tm
 
     run(config)
     assert weights.stat().st_mtime_ns == before
-    assert read_rows(folder / "robustness" / "rows.csv") == rows
+    assert file.read_bytes() == written
 
 
 @pytest.mark.slow
