@@ -69,6 +69,10 @@ class Compared(Protocol):
     def ours(self) -> float:
         """Our number."""
 
+    @property
+    def setting(self) -> str:
+        """What we ran, our network first."""
+
 
 # -- simulation -------------------------------------------------------------------------------------------------------
 
@@ -307,7 +311,7 @@ def paired_figure(comparisons: Sequence[Compared], names: Mapping[str, str], tit
     detectors = list(dict.fromkeys(names[item.metric] for item in chosen))
     spread = np.linspace(0.24, -0.24, len(detectors)) if len(detectors) > 1 else np.zeros(1)
     with house_style():
-        figure = new_figure((11.0, 1.9 + 0.78 * len(lines)))
+        figure = new_figure((11.0, 1.9 + 0.86 * len(lines)))
         axes = figure.subplots()
         for item in chosen:
             detector = names[item.metric]
@@ -321,9 +325,12 @@ def paired_figure(comparisons: Sequence[Compared], names: Mapping[str, str], tit
                 axes.plot(item.ours, y, "o", markersize=8, color=colour)
         labels = []
         for line in lines:
-            run = any(item.what == line and not math.isnan(item.ours) for item in chosen)
-            labels.append(line if run else f"{line} (not run)")
-        axes.set_yticks([-place for place in range(len(lines))], [text.replace(", ", "\n", 1) for text in labels])
+            settings = [item.setting for item in chosen if item.what == line and not math.isnan(item.ours)]
+            network = settings[0].split(",")[0] if settings else ""
+            # a stand-in must not pass for the paper's network
+            remark = "\n(not run)" if not settings else f"\nours: {network}" if network not in line else ""
+            labels.append(line.replace(", ", "\n", 1) + remark)
+        axes.set_yticks([-place for place in range(len(lines))], labels, fontsize=SMALL - 1)
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(-len(lines) + 0.45, 0.55)
         axes.set_xlabel("AUROC (%)")
