@@ -184,16 +184,21 @@ def test_a_study_trains_its_cell_once_and_goes_on_without_missing_data(hydra, tm
 @pytest.mark.parametrize("study", ["table1", "table2", "table3"])
 def test_the_papers_configs_run_a_few_steps(hydra, tmp_path, data_dir, study):
     """The paper's networks and stages, two steps each, with random weights where theirs must be fetched."""
-    quick = [
-        "trainer=cpu", "benchmark.download=false", "limit_test=8", "num_workers=0", "batch_size=2",
-        "+trainer.limit_train_batches=2", "+trainer.limit_val_batches=1", "trainer.max_epochs=1",
-        "+trainer.val_check_interval=null", "+trainer.check_val_every_n_epoch=1", "monitor=[]",
-    ]  # fmt: skip
+    quick = (
+        "trainer=cpu", "benchmark.download=false", "limit_test=8", "num_workers=0", "batch_size=2", "monitor=[msp]",
+        "trainer.max_epochs=1", "+trainer.limit_train_batches=2", "+trainer.limit_val_batches=1",
+    )  # fmt: skip
     runner = CellRunner(tmp_path, data_dir=str(data_dir), resamples=0)
-    for cell in make_cells("paper", study, make_config(tmp_path), tmp_path):
-        steps = [text for text in quick if not (cell.name == "genomics" and text.startswith("+trainer.val_"))]
-        classes = {"cifar100": 100, "cifar10": 10, "clinc": 150, "genomics": 10}[cell.name.split("_")[0]]
-        changes = [*steps, f"limit_train={2 * classes}"]
+    # the networks for CIFAR-100 are those for CIFAR-10, and need ten times the samples
+    cells = [c for c in make_cells("paper", study, make_config(tmp_path), tmp_path) if "cifar100" not in c.name]
+    assert len(cells) >= 2
+    for cell in cells:
+        classes = {"cifar10": 10, "clinc": 150, "genomics": 10}[cell.name.split("_")[0]]
+        changes = [*quick, f"limit_train={2 * classes}"]
+        if any(text.startswith("+trainer.max_steps") for text in cell.overrides):
+            changes += ["trainer.max_steps=2", "trainer.val_check_interval=2"]
+        if any(text.startswith("pretrain=") for text in cell.overrides):
+            changes.append("pretrain.max_epochs=1")
         if any(name in cell.name for name in ("vit", "bit", "clip")):
             changes.append("backbone.pretrained=false")
         if cell.name == "clinc":
