@@ -149,6 +149,8 @@ class CellJob(Job):
         """Train, pre-train or load, as the config says."""
         if self.config.train:
             self.train()
+            if self.interrupted:  # unfinished: the next call goes on from the last checkpoint
+                raise KeyboardInterrupt
             self._load(self.folder.path / CHECKPOINTS / "last.ckpt")
             self.folder.path.joinpath(_ACCURACIES).write_text(json.dumps(self.recorder.points), encoding="utf-8")
         elif self.config.pretrain:
