@@ -3,17 +3,22 @@
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from pytorch_lightning.utilities.warnings import PossibleUserWarning
 
-from rmd_plugin.cli.cells import Cell, CellRunner
+from rmd_plugin.backbones.small import SmallCNN
+from rmd_plugin.benchmarks import Digits
+from rmd_plugin.cli.cells import AccuracyRecorder, Cell, CellJob, CellRunner
 from rmd_plugin.cli.configs import register_resolvers
 from rmd_plugin.cli.reproduce_job import STUDIES, Reproduction, chosen_studies, load_experiment, run
 from rmd_plugin.functional import NumericalWarning
 from rmd_plugin.rows import read_rows
 from rmd_plugin.studies.paper import TABLES
+from rmd_plugin.training import BenchmarkData, Classifier
 
 CONF = Path(__file__).parents[1] / "conf"
 QUICK = ("limit_train=120", "limit_test=40", "trainer.max_epochs=1")
@@ -102,6 +107,39 @@ def test_a_reference_to_a_cell_that_is_not_there_is_an_error(hydra, tmp_path):
     reproduction = Reproduction(make_config(tmp_path), tmp_path, CellRunner(tmp_path))
     with pytest.raises(ValueError, match="no cell 'nothing'"):
         reproduction.cell("table1/nothing")
+
+
+def test_the_recorder_takes_the_accuracy_of_clean_training_samples_in_evaluation_mode():
+    data = BenchmarkData(Digits(limit_train=60), batch_size=16)
+    module = Classifier(SmallCNN(widths=(4, 4), dropout=0.9, num_classes=6))
+    recorder = AccuracyRecorder(data)
+    trainer = SimpleNamespace(
+        callback_metrics={"val/acc": torch.tensor(0.5)}, sanity_checking=False, is_global_zero=True, global_step=7
+    )
+    module.train()
+    before = torch.get_rng_state()
+    recorder.on_validation_end(trainer, module)
+    assert module.training
+    assert module.backbone.encoder.training
+    assert torch.equal(before, torch.get_rng_state())
+    x, y = (torch.stack([torch.as_tensor(item[i]) for item in data.benchmark.fit_set()]) for i in (0, 1))
+    expected = (module.eval()(x).argmax(1) == y).float().mean()
+    assert recorder.points == [(7, pytest.approx(float(expected)), 0.5)]
+    other = AccuracyRecorder(data)
+    other.load_state_dict(recorder.state_dict())
+    assert other.points == recorder.points
+
+
+def test_a_stopped_training_leaves_its_cell_unfinished(hydra, tmp_path, monkeypatch):
+    def stopped(job):
+        job.interrupted = True
+
+    monkeypatch.setattr(CellJob, "train", stopped)
+    overrides = ("benchmark=digits", "backbone=small_cnn", "detector=[rmd,mahalanobis,msp]")
+    with pytest.raises(KeyboardInterrupt):
+        CellRunner(tmp_path).run(Cell("digits", overrides))
+    (cell,) = (tmp_path / "cells").iterdir()
+    assert json.loads((cell / "status.json").read_text())["state"] == "interrupted"
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
