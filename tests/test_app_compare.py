@@ -20,7 +20,7 @@ from rmd_plugin.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = ("all", "baselines", "common", "ours", "paper")
-QUIET = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
+QUIET = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
 TINY = ["benchmark=simulation", "benchmark.dim=8", "limit_train=200", "resamples=20", "figures=false"]
 
 
