@@ -350,7 +350,7 @@ class OODMonitor(pl.Callback):
         self._evaluation = Evaluation(
             self.detectors, check_names(sets), module=pl_module, device=pl_module.device, seed=self.seed
         )
-        for name, reason in self._roster.unfit.items():
+        for name, reason in self._roster.unusable.items():
             self._evaluation.fail(name, "" if name in failed else reason)  # "": has been told already
 
     def on_validation_batch_start(

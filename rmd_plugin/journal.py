@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
+from torchmetrics import Metric
 
 from rmd_plugin.metrics import MEAN, METRICS
 
@@ -37,7 +39,7 @@ class Journal:
         when = {"stage": stage_of(trainer), "epoch": trainer.current_epoch, "step": trainer.global_step}
         self.rows.append({**when, "detector": detector, "ood": ood, "metric": metric, "value": value})
         name = "/".join(part for part in (detector, ood, metric) if part)
-        self._log(trainer, module, name, value, logger=bool(trainer.loggers))
+        self._log(trainer, module, name, value)
 
     def repeat(
         self, trainer: pl.Trainer, module: pl.LightningModule, detectors: Iterable[str], sets: Iterable[str]
@@ -56,11 +58,14 @@ class Journal:
         for key, value in last.items():
             self._log(trainer, module, "/".join(key), value, logger=False)
 
-    def _log(self, trainer: pl.Trainer, module: pl.LightningModule, name: str, value: float, *, logger: bool) -> None:
+    def _log(
+        self, trainer: pl.Trainer, module: pl.LightningModule, name: str, value: float, *, logger: bool | None = None
+    ) -> None:
         if not trainer.barebones:
-            # the value is the same on all ranks, but without sync_dist Lightning warns that it might not be
-            options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "batch_size": 1}
-            module.log(f"{self.prefix}/{name}", value, logger=logger, add_dataloader_idx=False, **options)
+            number = _Number().to(module.device)
+            number.update(value)
+            options: dict[str, Any] = {"on_step": False, "on_epoch": True, "add_dataloader_idx": False}
+            module.log(f"{self.prefix}/{name}", number, logger=logger, metric_attribute=self.prefix, **options)
 
     def draw(self, trainer: pl.Trainer, scores: Mapping[str, tuple[Tensor, Mapping[str, Tensor]]]) -> None:
         """Draw histograms of the scores and, in a fit, the curves of AUROC.
@@ -86,6 +91,23 @@ class Journal:
             publish(figures, self.folder, loggers, prefix=self.prefix, step=trainer.global_step)
         except Exception as error:  # a full disk or a lost connection; only this process draws, so it must not stop
             rank_zero_warn(f"OODMonitor: the figures could not be saved. {type(error).__name__}: {error}")
+
+
+class _Number(Metric):
+    """A number that is the same on every process: logged as a metric, it needs none of Lightning's reductions."""
+
+    full_state_update: bool = False
+    value: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(sync_on_compute=False)
+        self.add_state("value", torch.tensor(math.nan))
+
+    def update(self, value: float) -> None:
+        self.value = torch.tensor(value, dtype=self.value.dtype, device=self.value.device)
+
+    def compute(self) -> Tensor:
+        return self.value
 
 
 def stage_of(trainer: pl.Trainer) -> str:

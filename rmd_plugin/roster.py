@@ -31,7 +31,7 @@ class Roster:
         self.detectors: dict[str, Detector] = {k: v for k, v in self._specs.items() if isinstance(v, Detector)}
         #: epoch and step of each fit
         self.fitted: dict[str, dict[str, int]] = {}
-        #: why a detector cannot be used now
+        #: why a detector has no fit that could be used
         self.unfit: dict[str, str] = {}
         self._snapshots: dict[str, dict[str, Any]] = {}  # until their detectors are there
         self._resuming = False
@@ -58,6 +58,11 @@ class Roster:
         if not detector.requires_fit:
             return True
         return name not in self.unfit and (name in self.fitted or bool(getattr(detector, "fitted", False)))
+
+    @property
+    def unusable(self) -> dict[str, str]:
+        """Detectors that cannot score now, and why."""
+        return {name: reason for name, reason in self.unfit.items() if self.detectors[name].requires_fit}
 
     def note(self, outcomes: Mapping[str, Outcome], *, epoch: int, step: int) -> list[str]:
         """Note which detectors were fitted and which failed.

@@ -21,6 +21,8 @@ QUIET = (
     "ignore:.*You're resuming from a checkpoint that ended before the epoch ended.*",
     "ignore:.*fork.*:DeprecationWarning",
     "ignore:.*sampler has shuffling enabled.*",
+    "ignore:.*callbacks used to create the checkpoint need to be provided.*",
+    "ignore:.*have no `val_dataloader`.*",
 )
 
 CLASSES, WIDTH = 4, 8
