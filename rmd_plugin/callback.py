@@ -57,7 +57,8 @@ class OODMonitor(pl.Callback):
     ID scores come from the validation batches that the trainer runs anyway. Without validation the detectors are
     refitted at the end of the training epochs and saved, but not scored. The sanity check only checks that the batches
     can be encoded. In ``validate`` and ``test`` the detectors of the checkpoint are scored; one that it does not hold
-    is fitted if there is a ``fit_loader``.
+    is fitted if there is a ``fit_loader``. With ``ddp_spawn`` the history stays in the worker processes (read it from a
+    checkpoint), and Lightning hangs at the end of a fit that has logged more than about 200 metrics: use ``ddp``.
 
     Args:
         detectors: detectors by name, or names of rmd_plugin's. In place of a detector may stand a function that makes
