@@ -12,12 +12,12 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_ood.api import FeaturesDetector
-from pytorch_ood.detector import KNN, ODIN, KLMatching, MaxSoftmax
+from pytorch_ood.detector import KNN, ODIN, MaxSoftmax
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rmd_plugin.callback
-from rmd_plugin import RMD, Mahalanobis
+from rmd_plugin import RMD, Mahalanobis, RelativeFlow
 from rmd_plugin.evaluation import Evaluation
 
 SIZES = {"train": 91, "val": 37, "near": 23, "tiny": 1, "extra": 9}  # none of them even
@@ -145,12 +145,13 @@ class Save(pl.Callback):
             fits = [row for row in monitor.history if row["metric"] == "fit_seconds"]
             kept = getattr(monitor.detectors.get("rmd"), "kept", None)
             moments = None if kept is None else (kept.counts, kept.sums, kept.second)
-            drawn = monitor.detectors.get("drawn")
+            drawn, flow = monitor.detectors.get("drawn"), monitor.detectors.get("flow")
             result[monitor.prefix] = {
                 "rows": rows,
                 "fits": len(fits),
                 "moments": moments,
                 "drawn": None if drawn is None else (drawn.weight, drawn.order),
+                "flow": None if flow is None else flow.state_dict()["tensors"],
             }
         result["metrics"] = {k: float(v) for k, v in trainer.callback_metrics.items() if "seconds" not in k}
         torch.save(result, f"{self.folder}/{trainer.global_rank}.pt")
@@ -162,7 +163,7 @@ def monitors():
     detectors = {
         "rmd": Keeping(shrinkage=0.1),
         "knn": KNN(None, k=3),
-        "klm": KLMatching(None),
+        "flow": RelativeFlow(max_epochs=2, shrinkage=0.1, progress=False),
         "drawn": Drawn(),
         "odin": ODIN,
     }
@@ -170,12 +171,6 @@ def monitors():
     failing = {"fit": FitFails(shrinkage=0.1), "score": ScoreFails(None)}
     failing["update"] = UpdateFails(shrinkage=0.1, normalize=True)  # with an accumulator of its own
     failing["good"] = Mahalanobis(shrinkage=0.1)
-    try:
-        from rmd_plugin import RelativeFlow
-
-        detectors["flow"] = RelativeFlow(max_epochs=2)
-    except (ImportError, AttributeError, TypeError):
-        pass
     make = rmd_plugin.callback.OODMonitor
     return [
         make(detectors, **options),

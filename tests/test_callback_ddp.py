@@ -83,6 +83,12 @@ def test_a_fit_that_draws_is_the_same_on_every_process(single, double):
         assert torch.equal(result["ood"]["drawn"][0], weight)
 
 
+def test_flows_are_the_same_on_every_process(single, double):
+    for result in double[1]:
+        for name, tensor in single["ood"]["flow"].items():
+            assert torch.equal(result["ood"]["flow"][name], tensor), name
+
+
 def test_what_callbacks_see_is_the_same_on_every_process(single, double):
     first, second = (result["metrics"] for result in double[1])
     assert first.keys() == second.keys() == single["metrics"].keys()
@@ -104,7 +110,7 @@ def test_the_checkpoint_holds_the_detectors_of_all_processes(double):
     assert list(detectors) == []  # Keeping is a class of the test, KNN has no plain state
     state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["callbacks"]
     monitor = next(s for key, s in state.items() if "'ood'" in key)
-    assert set(monitor["detectors"]) >= {"rmd", "klm", "drawn"}
+    assert set(monitor["detectors"]) >= {"rmd", "flow", "drawn"}
     assert monitor["history"][0]["detector"] == "rmd"
 
 
