@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -37,7 +36,7 @@ def python(wheel, tmp_path_factory):
     venv.create(place, with_pip=True)
     executable = place / "bin" / "python"
     site = Path(run(executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=place).strip())
-    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site / "borrowed.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n")
     run(executable, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", wheel, cwd=place)
     return executable
 
