@@ -195,15 +195,17 @@ class FlowDetector(StatefulDetector):
             rows, labels = [], []
             for z, y in batches:
                 metric.update(z, y)  # also refuses what cannot be fitted
-                known = y >= 0
-                rows.append(pool_features(z.detach())[known.to(z.device)])
+                z, known = pool_features(z.detach()), y >= 0
+                rows.append(z if bool(known.all()) else z[known.to(z.device)])
                 labels.append(y[known].cpu().long())
             moments = metric.compute()
             self._warn_missing_classes(moments.counts)
             if self._relative and int((moments.counts > 0).sum()) == 1:
                 message = "a single class is its own background, so the ratio says little. Use FlowLikelihood."
                 warnings.warn(message, NumericalWarning, stacklevel=3)
-            state = self._fit_state(moments, torch.cat(rows), torch.cat(labels), progress=progress)
+            z, y = rows[0] if len(rows) == 1 else torch.cat(rows), torch.cat(labels)
+            del rows
+            state = self._fit_state(moments, z, y, progress=progress)
             return self._set_fitted(state, moments.num_classes, moments.num_features)
 
     def _fit_state(self, moments: Moments, z: Tensor, y: Tensor, *, progress: bool) -> dict[str, Tensor]:
@@ -211,25 +213,27 @@ class FlowDetector(StatefulDetector):
         labels, points = state["classes"].cpu(), state["points"]
         index = torch.searchsorted(labels, y)
         device = z.device if self.device is None else self.device
-        own, background = [], []
-        for part, classes in zip(z.split(_CHUNK_ROWS), index.split(_CHUNK_ROWS), strict=True):
-            u = project(part.to(points.device), state, self.normalize)
-            own.append((u - points[classes.to(u.device)]).to(device, torch.float32))
-            if self._relative:
-                background.append((u @ state["background"]).to(device, torch.float32))
+        own = torch.empty(len(z), points.shape[1], dtype=torch.float32, device=device)
+        background = torch.empty_like(own) if self._relative else None
+        for start in range(0, len(z), _CHUNK_ROWS):
+            part = slice(start, start + _CHUNK_ROWS)
+            u = project(z[part].to(points.device), state, self.normalize)
+            own[part] = (u - points[index[part].to(u.device)]).to(own)
+            if background is not None:
+                background[part] = (u @ state["background"]).to(own)
         options = self._training_options(progress=progress)
 
-        fit = self._train_classes(torch.cat(own), index, labels, options)
+        fit = self._train_classes(own, index, labels, options)
         del own
         counts = torch.bincount(index, minlength=len(labels))
         state |= {"counts": counts, "plain": counts < MIN_SAMPLES, **_named("class", fit)}
         self._warn(fit, labels)
-        if self._relative:
+        if background is not None:
             spec = self._spec(points.shape[1])
             if fit.interrupted:
                 options = TrainingOptions(max_epochs=0, seed=self.seed)
             everything = torch.zeros(len(y), dtype=torch.long)
-            second = train_flows(spec, torch.cat(background), everything, 1, options, title="background flow")
+            second = train_flows(spec, background, everything, 1, options, title="background flow")
             state |= _named("background", second)
             self._warn(second, None)
         return {name: tensor.to(device) for name, tensor in state.items()}

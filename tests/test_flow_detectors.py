@@ -268,6 +268,24 @@ def test_torch_export_equals_eager_for_any_batch_size(detector, variant):
     torch.testing.assert_close(program.module()(x), fitted.predict_features(x))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["maf", "rqs", "conditional"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_onnxruntime_agrees_with_eager(variant, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    z, y, x = make_blobs(dtype=torch.float32)
+    detector = RelativeFlow(**(QUICK | VARIANTS[variant])).fit_features(z, y)
+    path, batch = tmp_path / "flow.onnx", torch.export.Dim("batch")
+    torch.onnx.export(
+        detector.to_module(), (x[:3],), path, dynamo=True, dynamic_shapes={"z": {0: batch}}, verbose=False
+    )
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (scores,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    expected = detector.predict_features(x).numpy()
+    np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
 @every_detector
 def test_the_module_is_differentiable(detector):
     z, y, x = make_blobs()
