@@ -18,6 +18,7 @@ import torch
 from pytorch_ood.api import Detector
 from torch import Tensor, nn
 
+import rmd_plugin
 from rmd_plugin.base import load_detector
 
 _PARAMETERS = "__parameters__"
@@ -69,10 +70,10 @@ def build_detector(snapshot: Mapping[str, Any]) -> Detector:
     Raises:
         ValueError: if its class belongs to neither.
     """
-    if "state" in snapshot:
+    # only classes of these two packages: the file must not choose what is run
+    if "state" in snapshot and snapshot["detector"] in rmd_plugin.__all__:
         return load_detector(snapshot["state"])
-    kind = getattr(pytorch_ood.detector, snapshot["detector"], None)
-    # only classes of the framework: the file must not choose what is run
+    kind = None if "state" in snapshot else getattr(pytorch_ood.detector, snapshot["detector"], None)
     if not isinstance(kind, type) or not issubclass(kind, Detector):
         raise ValueError(
             f"{snapshot['detector']} is neither a detector of rmd_plugin nor of pytorch_ood. "

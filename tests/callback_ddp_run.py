@@ -176,7 +176,7 @@ def monitors():
         make(detectors, **options),
         make(stream, refit="stream", prefix="stream", **options),
         # few sets: Lightning's ddp_spawn hangs if it has to send home more than 64 KiB of metrics
-        make(failing, "fc", prefix="failing", limit_fit_batches=1, ood_dataloaders={1: "extra"}),
+        make(failing, "fc", prefix="failing", ood_dataloaders={1: "extra"}),
     ]
 
 

@@ -275,6 +275,11 @@ def test_a_class_that_the_file_names_is_only_taken_from_the_two_libraries():
     class Own(EnergyBased):
         pass
 
+    class Ours(RMD):
+        pass
+
+    with pytest.raises(ValueError, match="Ours is neither a detector of rmd_plugin nor of pytorch_ood"):
+        build_detector(take_snapshot(Ours().fit_features(*TRAIN)))
     snapshot = take_snapshot(Own(None, t=2.0))
     with pytest.raises(ValueError, match="Own is neither a detector of rmd_plugin nor of pytorch_ood"):
         build_detector(snapshot)
