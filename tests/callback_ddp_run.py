@@ -137,6 +137,10 @@ class Save(pl.Callback):
     def __init__(self, folder):
         self.folder = folder
 
+    def setup(self, trainer, module, stage):
+        Recording.kept.clear()
+        rmd_plugin.callback.Evaluation = Recording  # here: a spawned process does not inherit it
+
     def on_fit_end(self, trainer, module):
         monitors = [c for c in trainer.callbacks if isinstance(c, rmd_plugin.callback.OODMonitor)]
         result = {"scores": Recording.kept, "rank": trainer.global_rank}
@@ -184,7 +188,6 @@ def main(strategy, folder):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(rank())  # what the processes draw on their own must not matter
-    rmd_plugin.callback.Evaluation = Recording
     checkpoint = ModelCheckpoint(Path(folder) / "checkpoints", monitor="ood/rmd/mean/AUROC", mode="max", save_last=True)
     trainer = pl.Trainer(
         accelerator="cpu",
