@@ -165,6 +165,8 @@ def test_cells_can_be_left_out_and_are_then_not_claimed(hydra, tmp_path):
     summary = json.loads((tmp_path / "small" / "table1" / "study.json").read_text())
     assert all(item["ours"] is None for item in summary["comparisons"])
     assert all("left out" in item["reason"] for item in summary["comparisons"])
+    # the document names the command, which must be the one that was run
+    assert summary["command"] == "rmd-reproduce study=table1 scale=small 'cells=[]'"
     assert not (tmp_path / "small" / "cells").exists()
 
 

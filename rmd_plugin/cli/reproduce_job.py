@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ class Reproduction:
             figures={stem: caption for stem, (_, caption) in figures.items()},
             seconds=time.perf_counter() - started,
             commands=self._commands(name),
-            command=f"rmd-reproduce study={name} scale={self.config.scale}",
+            command=self._command(name),
             versions=collect_versions(),
             machine=describe_machine(),
         ).write(folder)
@@ -178,6 +179,18 @@ class Reproduction:
         console.print(to_terminal(comparison_table(result.comparisons, str(node.about), remarks_below=True), width=110))
         print(f"{name}: {folder} ({time.perf_counter() - started:.0f} s)")
         return result
+
+    def _command(self, name: str) -> str:
+        """The command that gives this study, with all that differs from the defaults."""
+        words = [f"study={name}", f"scale={self.config.scale}"]
+        if self.config.seed:
+            words.append(f"seed={self.config.seed}")
+        if self.config.cells is not None:
+            words.append(f"cells=[{','.join(map(str, self.config.cells))}]")
+        if self.config.extra:
+            quoted = ",".join('"' + str(text) + '"' for text in self.config.extra)
+            words.append(f"extra=[{quoted}]")
+        return shlex.join(["rmd-reproduce", *words])
 
     def _toy_options(self) -> dict[str, Any]:
         """Options of the simulation that ``extra`` names as ``simulation.NAME=VALUE``."""
