@@ -4,6 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# small tensors: a second thread costs more than it brings, and far more on a busy machine
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _seeded():
