@@ -148,8 +148,9 @@ def size() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
-    rounds = 2 if quick else 3
+    parser.add_argument("--rounds", type=int, default=3, help="how often the two sides take turns")
+    options = parser.parse_args()
+    quick, rounds = options.quick, options.rounds
     print("| what | at | threads | measured | ratio |\n|---|---|---|---|---|")
     for threads in (2,) if quick else (1, 2):
         torch.set_num_threads(threads)
