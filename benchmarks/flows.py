@@ -36,7 +36,11 @@ def take_turns(sides: list[Callable[[], object]], rounds: int) -> list[float]:
 
 
 def curved(width: int, classes: int, per_class: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Classes that no Gaussian fits: every second feature bends with the one before; (N, D) and (N,)."""
+    """Classes that no shared Gaussian fits, (N, D) and (N,).
+
+    Every second feature bends with the one before, and a feature varies more in some classes than in others, as the
+    units of penultimate layers do.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -45,6 +49,7 @@ def curved(width: int, classes: int, per_class: int, seed: int = 0) -> tuple[Ten
     y = torch.arange(classes * per_class) % classes
     z = normal(len(y), width)
     z[:, 1::2] += 0.7 * (z[:, : 2 * (width // 2) : 2].square() - 1)
+    z *= (0.4 * normal(classes, width)).exp()[y]
     mix = torch.eye(width) + 0.2 * normal(width, width) / width**0.5
     return (z + normal(classes, width)[y]) @ mix, y
 

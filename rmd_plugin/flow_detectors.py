@@ -116,7 +116,7 @@ class FlowDetector(StatefulDetector):
         sharing: Sharing = "per_class",
         max_epochs: int = 100,
         batch_size: int = 64,
-        lr: float = 3e-3,
+        lr: float = 2e-3,
         weight_decay: float = 1e-4,
         validation_fraction: float = 0.1,
         patience: int = 10,

@@ -48,7 +48,7 @@ class TrainingOptions:
 
     max_epochs: int = 100
     batch_size: int = 64
-    lr: float = 3e-3
+    lr: float = 2e-3
     weight_decay: float = 1e-4
     validation_fraction: float = 0.1
     patience: int = 10

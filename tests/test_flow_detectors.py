@@ -141,7 +141,7 @@ def test_class_densities_integrate_to_one_over_the_features():
 def test_conditional_and_per_class_flows_agree_on_easy_data():
     z, y, _ = make_blobs(separation=6.0, dtype=torch.float32)
     outlier = 3 * torch.randn(100, 12)
-    options = QUICK | {"lr": 3e-3}
+    options = QUICK | {"lr": 2e-3}
     separate, shared = (RelativeFlow(sharing=s, **options).fit_features(z, y) for s in ("per_class", "conditional"))
     for detector in (separate, shared):
         assert (detector.nearest_class(z) == y).float().mean() > 0.99
