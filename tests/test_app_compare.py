@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
 from rmd_plugin.cli.compare import main
 from rmd_plugin.cli.configs import DEFAULT_BACKBONES
@@ -49,13 +50,21 @@ def process(*arguments, cwd, **options):
     )
 
 
-def chosen(*arguments):
-    """Names of the detectors that a choice selects."""
+def backbone_of(*arguments):
+    """The backbone that a command would use."""
     from hydra import compose, initialize_config_dir
 
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("compare", overrides=list(arguments))
+        return compose("compare", overrides=[*arguments, "detector=[rmd]"]).backbone
+
+
+def members(choice):
+    """Detectors that a choice stands for, read from the files: composing all of them takes a second."""
+    config = OmegaConf.load(ROOT / "conf" / "detector" / f"{choice}.yaml")
+    if "defaults" not in config:
+        return dict(config)
+    return {name: node for item in config.defaults for name, node in members(item).items()}
 
 
 # -- choices ------------------------------------------------------------------------------------------------------
@@ -79,12 +88,12 @@ def test_help_comes_without_torch_and_in_less_than_three_seconds(tmp_path):
 
 def test_the_papers_choice_is_the_papers():
     names = {"mahalanobis", "rmd", "msp", "partial", "marginal", "flow_likelihood", "relative_flow"}
-    assert set(chosen("detector=paper").detector) == names
+    assert set(members("paper")) == names
 
 
 def test_all_is_every_detector_there_is_but_the_one_with_thirty_passes():
     files = {path.stem for path in (ROOT / "conf" / "detector").glob("*.yaml")} - set(GROUPS)
-    assert set(chosen("detector=all").detector) == files - {"mcd"}
+    assert set(members("all")) == files - {"mcd"}
     assert set(OURS) <= files
     assert files == set(LABELS)
 
@@ -93,7 +102,6 @@ def test_every_detector_config_has_one_key_of_its_own_name_and_a_class_with_thos
     import inspect
 
     from hydra.utils import get_class
-    from omegaconf import OmegaConf
 
     for path in (ROOT / "conf" / "detector").glob("*.yaml"):
         if path.stem in GROUPS:
@@ -108,15 +116,16 @@ def test_every_detector_config_has_one_key_of_its_own_name_and_a_class_with_thos
 def test_every_framework_detector_has_a_config():
     from pytorch_ood import detector as framework
 
-    targets = {node._target_ for node in chosen("detector=[all,mcd]").detector.values()}
+    targets = {node._target_ for node in {**members("all"), **members("mcd")}.values()}
     classes = {name for name in framework.__all__ if name != "odin_preprocessing"} | {"MaxSoftmax"}
     assert {f"pytorch_ood.detector.{name}" for name in classes} <= targets
 
 
-@pytest.mark.parametrize("benchmark", DEFAULT_BACKBONES)
+@pytest.mark.parametrize("benchmark", [name for name in DEFAULT_BACKBONES if name != "features"])
 def test_every_benchmark_has_a_default_backbone(benchmark):
-    found = chosen(f"benchmark={benchmark}", "detector=[rmd]").backbone
-    assert found == chosen(f"backbone={DEFAULT_BACKBONES[benchmark]}", "detector=[rmd]").backbone
+    assert backbone_of(f"benchmark={benchmark}")._target_ == OmegaConf.load(
+        ROOT / "conf" / "backbone" / f"{DEFAULT_BACKBONES[benchmark]}.yaml"
+    ).get("_target_")
     assert {path.stem for path in (ROOT / "conf" / "benchmark").glob("*.yaml")} == set(DEFAULT_BACKBONES)
 
 
@@ -150,11 +159,6 @@ def test_the_second_run_takes_its_features_from_the_cache(run, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == entries
 
 
-def test_without_a_cache_folder_nothing_is_kept(run, tmp_path):
-    run("detector=[rmd]", "cache_dir=null")
-    assert not (tmp_path / "cache").exists()
-
-
 def test_a_run_repeated_from_its_own_config_gives_the_same_rows_to_the_bit(run, monkeypatch, tmp_path):
     first, _ = run("detector=[rmd,msp,knn]", "detector.knn.k=9", "seed=3", name="first")
     again = tmp_path / "again"
@@ -165,8 +169,10 @@ def test_a_run_repeated_from_its_own_config_gives_the_same_rows_to_the_bit(run, 
     assert (again / "rows.csv").read_bytes() == first.file("rows.csv").read_bytes()
 
 
-def test_options_reach_the_detectors_and_the_data(run):
-    folder, _ = run("detector=[rmd,knn]", "detector.rmd.shrinkage=0.5", "detector.knn.k=300", "limit_test=50")
+def test_options_reach_the_detectors_the_data_and_the_cache(run, tmp_path):
+    changes = ["detector.rmd.shrinkage=0.5", "detector.knn.k=300", "limit_test=50", "cache_dir=null"]
+    folder, _ = run("detector=[rmd,knn]", *changes)
+    assert not (tmp_path / "cache").exists()
     rows = folder.read_rows()
     assert "k=300 exceeds" in select(rows, detector="knn")[0].reason
     assert len(folder.read_scores()["rmd"]["test"]) == 50
@@ -203,8 +209,6 @@ def test_the_mlp_finds_its_input_size_by_itself(run):
 
 
 def test_variants_and_models_are_part_of_the_names():
-    from omegaconf import OmegaConf
-
     from rmd_plugin.cli.assembly import run_names
 
     config = OmegaConf.create(

@@ -50,11 +50,11 @@ def test_large_sets_are_drawn_anew_with_the_same_result(monkeypatch):
 
 def test_the_interval_has_the_width_that_theory_gives():
     rng = np.random.default_rng(0)
-    known, unknown = rng.normal(size=2000), rng.normal(1, size=1000)
+    known, unknown = rng.normal(size=600), rng.normal(1, size=300)
     # DeLong: the variance of AUROC from the placements of each sample among the other set
     wins = (unknown[:, None] > known[None]).astype(float)
-    spread = np.sqrt(wins.mean(0).var(ddof=1) / 2000 + wins.mean(1).var(ddof=1) / 1000)
-    low, high = Bootstrap(2000, 1000, resamples=4000).interval(known, unknown)
+    spread = np.sqrt(wins.mean(0).var(ddof=1) / 600 + wins.mean(1).var(ddof=1) / 300)
+    low, high = Bootstrap(600, 300, resamples=3000).interval(known, unknown)
     assert high - low == pytest.approx(2 * 1.96 * spread, rel=0.06)
     assert (high + low) / 2 == pytest.approx(framework_auroc(known, unknown), abs=0.1 * spread)
 

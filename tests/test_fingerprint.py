@@ -126,6 +126,7 @@ def test_what_has_no_content_is_refused_with_its_kind(tmp_path):
         fingerprint(make(file))
 
 
+@pytest.mark.slow
 def test_hashes_are_the_same_in_another_process():
     code = (
         "import sys; sys.path[:0] = ['tests']; import test_fingerprint as t;"

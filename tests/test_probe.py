@@ -10,8 +10,8 @@ from rmd_plugin.probe import fit_linear_probe
 @pytest.fixture(scope="module")
 def data():
     torch.manual_seed(0)
-    y = torch.arange(300) % 3
-    z = torch.randn(300, 6)
+    y = torch.arange(150) % 3
+    z = torch.randn(150, 6)
     z[:, 0] += 2.0 * y
     z[:, 1] *= 50
     return z + 7, y
@@ -36,7 +36,7 @@ def test_scale_and_shift_of_the_features_do_not_matter(data):
 
 def test_dead_features_get_no_weight(data):
     z, y = data
-    dead = torch.cat([z, torch.full((300, 1), 3.0), 1e-32 * torch.randn(300, 1)], dim=1)
+    dead = torch.cat([z, torch.full((150, 1), 3.0), 1e-32 * torch.randn(150, 1)], dim=1)
     head = fit_linear_probe(dead, y)
     assert head.weight[:, 6:].abs().max() == 0
     assert torch.allclose(head(dead), fit_linear_probe(z, y)(z), atol=1e-4)
