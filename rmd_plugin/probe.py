@@ -11,8 +11,8 @@ from torch.nn.utils import skip_init
 
 from rmd_plugin.functional import NumericalWarning, check_features, check_labels
 
-#: features are used in float64 up to so many bytes, beyond that in float32
-_FLOAT64_BYTES = 2**30
+#: problems of up to so many samples x features x classes are solved in float64, larger ones in float32
+_FLOAT64_SIZE = 2**28
 #: a feature counts as dead if its standard deviation is below so many times the largest one
 _DEAD = 1e-7
 
@@ -46,12 +46,12 @@ def fit_linear_probe(
     # inference mode and no_grad may be on where this is called
     with torch.inference_mode(False), torch.enable_grad():
         z = features.detach()[known] if not bool(known.all()) else features.detach()
-        exact = z.numel() * 8 <= _FLOAT64_BYTES and z.device.type != "mps"
+        y = labels[known].to(z.device, torch.long)
+        classes = int(y.max()) + 1 if num_classes is None else num_classes
+        exact = z.numel() * classes <= _FLOAT64_SIZE and z.device.type != "mps"
         z = z.to(torch.float64 if exact else torch.float32, copy=True)
         if not bool(torch.isfinite(z).all()):
             raise ValueError("features are NaN or infinite; a linear probe cannot be fitted on them.")
-        y = labels[known].to(z.device, torch.long)
-        classes = int(y.max()) + 1 if num_classes is None else num_classes
         mean, std = z.mean(0), z.std(0, correction=0)
         alive = std > _DEAD * std.max()
         scale = torch.where(alive, 1 / std.where(alive, torch.ones_like(std)), torch.zeros_like(std))
@@ -70,7 +70,13 @@ def _minimise(z: Tensor, y: Tensor, classes: int, decay: float, max_iter: int) -
     weight = z.new_zeros(classes, z.shape[1], requires_grad=True)
     bias = z.new_zeros(classes, requires_grad=True)
     optimiser = torch.optim.LBFGS(
-        [weight, bias], max_iter=max_iter, history_size=10, tolerance_grad=1e-5, line_search_fn="strong_wolfe"
+        [weight, bias],
+        max_iter=max_iter,
+        history_size=10,
+        tolerance_grad=1e-5 if z.dtype == torch.float64 else 1e-4,
+        # a mean cross-entropy that changes by less has nothing more to tell in float32
+        tolerance_change=1e-9 if z.dtype == torch.float64 else 1e-6,
+        line_search_fn="strong_wolfe",
     )
 
     def loss() -> Tensor:
