@@ -35,9 +35,13 @@ class StatefulDetector(FeaturesDetector):
     Args:
         encoder: maps inputs to features of shape (B, D) or maps of shape (B, C, H, W). May be None where only
             ``fit_features``, ``fit_moments`` and ``predict_features`` are used.
+
+    Attributes:
+        interrupted: whether Ctrl-C cut the last fit short. The detector has what was found until then.
     """
 
     requires_fit = True
+    interrupted = False
     _options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, encoder: Encoder | None = None) -> None:
@@ -304,6 +308,12 @@ class StatefulDetector(FeaturesDetector):
         self._require_fit()
         with torch.inference_mode(False):
             return self._build_module(dtype or self._score_dtype(torch.float32)).requires_grad_(False).eval()
+
+
+def heed_interrupt(detector: object) -> None:
+    """Raise the ``KeyboardInterrupt`` that a fit took as a wish to end early, for callers that end with it."""
+    if getattr(detector, "interrupted", False):
+        raise KeyboardInterrupt
 
 
 @contextmanager

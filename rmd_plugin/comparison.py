@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
-from rmd_plugin.base import StatefulDetector, evaluating
+from rmd_plugin.base import StatefulDetector, evaluating, heed_interrupt
 from rmd_plugin.bootstrap import Bootstrap
 from rmd_plugin.catalogue import Factory, Prepared, Route, Sources, Unserved, prepare
 from rmd_plugin.extraction import TEST, TRAIN, VAL, Extractor, SplitFeatures
@@ -212,6 +212,7 @@ class _Run:
             with _seeded(self.seed), _collected(remarks):
                 started = time.perf_counter()
                 self._fit(prepared)
+                heed_interrupt(prepared.detector)
                 fitted = time.perf_counter()
                 scores = {split: self._score(prepared, split) for split in self.sets}
                 done = time.perf_counter()

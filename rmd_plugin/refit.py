@@ -26,6 +26,7 @@ from pytorch_ood.api import Detector, FeaturesDetector, LogitsDetector
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from rmd_plugin.base import heed_interrupt
 from rmd_plugin.encoding import Encoded, EncodingError, batch_inputs
 from rmd_plugin.guest import visiting
 from rmd_plugin.metrics import FeatureRows, quiet_compute
@@ -195,11 +196,12 @@ class Refit:
             for name in group.names:
                 outcomes[name] = Outcome(shared, group.error, failed)
                 if data is not None:
-                    self._attempt(outcomes[name], _fit_call(group.food, detectors[name], data), module, seed)
+                    fit = _fit_call(group.food, detectors[name], data)
+                    self._attempt(outcomes[name], detectors[name], fit, module, seed)
         for name, detector in detectors.items():
             if food(detector) == "inputs":
                 outcomes[name] = Outcome()
-                self._attempt(outcomes[name], _fit_call("inputs", detector, loader), module, seed)
+                self._attempt(outcomes[name], detector, _fit_call("inputs", detector, loader), module, seed)
         flags = agree([outcome.failed or outcome.error is not None for outcome in outcomes.values()])
         for outcome, failed in zip(outcomes.values(), flags, strict=True):
             outcome.failed = failed
@@ -216,11 +218,12 @@ class Refit:
             return None
 
     @staticmethod
-    def _attempt(outcome: Outcome, fit: Callable[[], object], module: nn.Module, seed: int) -> None:
+    def _attempt(outcome: Outcome, detector: Detector, fit: Callable[[], object], module: nn.Module, seed: int) -> None:
         start = time.perf_counter()
         try:
             with visiting(module, seed), torch.inference_mode(False), torch.enable_grad():
                 fit()
+            heed_interrupt(detector)
         except Exception as error:
             outcome.error = error
         outcome.seconds += time.perf_counter() - start

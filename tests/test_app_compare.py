@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -277,14 +278,16 @@ def test_an_unknown_choice_lists_the_choices(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_what_was_done(tmp_path):
-    slow = ["detector=[rmd,relative_flow]", "detector.relative_flow.max_epochs=100000", "hydra.run.dir=out"]
-    job = process(*TINY, *slow, cwd=tmp_path, start_new_session=True)
+@pytest.mark.parametrize("when", [0, 3], ids=["between", "while flows are trained"])
+def test_ctrl_c_leaves_what_was_done(tmp_path, when):
+    endless = ["max_epochs", "patience"]
+    slow = ["detector=[rmd,relative_flow]", *(f"detector.relative_flow.{name}=1000000" for name in endless)]
+    job = process(*TINY, *slow, "hydra.run.dir=out", cwd=tmp_path, start_new_session=True)
     rows = tmp_path / "out" / "rows.csv"
-    deadline = 120
-    while not rows.exists() and deadline:
-        deadline -= 1
-        signal.sigtimedwait([], 1)
+    deadline = time.monotonic() + 120
+    while not rows.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(when)
     os.killpg(job.pid, signal.SIGINT)
     out, err = job.communicate(timeout=60)
     assert job.returncode == 130, err

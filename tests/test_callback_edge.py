@@ -1,5 +1,7 @@
 """Unusual runs: sanity check, limits, several validations, none at all, and failures."""
 
+import signal
+
 import callback_kit as kit
 import oracle
 import pytest
@@ -268,3 +270,22 @@ def test_a_checkpoint_that_monitors_a_failed_metric_is_written_all_the_same(tmp_
     with pytest.warns(OODMonitorWarning):
         fit(monitored(), checkpoint, module=Broken(epoch=0), max_epochs=2)
     assert checkpoint.best_model_path.endswith("epoch=1-step=12.ckpt")
+
+
+class EndsEarly(RMD):
+    """Takes Ctrl-C as a wish to end its training, as flows do."""
+
+    def fit_moments(self, moments):
+        self.interrupted = True
+        return super().fit_moments(moments)
+
+
+def test_ctrl_c_in_a_fit_that_takes_it_as_its_own_stops_the_training_too():
+    monitor = OODMonitor({"ends": EndsEarly()}, head="model.fc", ood={"svhn": loader(OOD)})
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            fit(monitor, max_epochs=3)
+    finally:
+        signal.signal(signal.SIGINT, before)  # Lightning ignores it from here on
+    assert monitor.history == []

@@ -465,6 +465,7 @@ def test_an_interrupt_leaves_a_detector_that_scores(when, blobs, monkeypatch):
     monkeypatch.setattr(flow_training, "adamw", interrupted)
     with pytest.warns(UserWarning, match="interrupted"):
         detector = RelativeFlow(**(QUICK | {"max_epochs": 50})).fit_features(z, y)
+    assert detector.interrupted
     scores = detector.predict_features(x)
     assert bool(scores.isfinite().all())
     report = detector.training_report()
@@ -472,6 +473,7 @@ def test_an_interrupt_leaves_a_detector_that_scores(when, blobs, monkeypatch):
     if when == 1:
         start = RelativeFlow(**(QUICK | {"max_epochs": 0})).fit_features(z, y)
         assert torch.equal(scores, start.predict_features(x))
+    assert not detector.fit_features(z, y).interrupted
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rmd_plugin.base import heed_interrupt
 from rmd_plugin.detectors import RMD, Mahalanobis
 from rmd_plugin.flow_detectors import FlowLikelihood, RelativeFlow
 from rmd_plugin.studies.paper import TEXT
@@ -38,6 +39,7 @@ def analyse(features: FeatureSet, **options: Any) -> StudyResult:
     }
     for name, detector in detectors.items():
         detector.fit_features(features.train, features.train_labels)
+        heed_interrupt(detector)
         known, unknown = (detector.predict_features(part) for part in (features.test, features.unknown))
         result.rows.append(features.row(name, area_under_roc(known, unknown)))
         result.arrays[f"{name}/known"], result.arrays[f"{name}/unknown"] = as_array(known), as_array(unknown)
