@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin import RMD, Mahalanobis, OODMonitor
 from rmd_plugin.encoding import Encoded
-from rmd_plugin.refit import Refit
+from rmd_plugin.monitoring.refit import Refit
 
 CLASSES = 100
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 
 from rmd_plugin.flow_detectors import RelativeFlow
-from rmd_plugin.flow_scoring import PASS_SAMPLES, FlowBank
-from rmd_plugin.flow_training import FlowFit, TrainingOptions, flow_generator, split_rows, train_flows
-from rmd_plugin.flows import FlowSpec, Parameters
+from rmd_plugin.flows.scoring import PASS_SAMPLES, FlowBank
+from rmd_plugin.flows.spec import FlowSpec, Parameters
+from rmd_plugin.flows.training import FlowFit, TrainingOptions, flow_generator, split_rows, train_flows
 
 
 def take_turns(sides: list[Callable[[], object]], rounds: int) -> list[float]:

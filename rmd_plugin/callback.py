@@ -20,14 +20,14 @@ from pytorch_ood.api import Detector, LogitsDetector
 from torch import Tensor
 
 from rmd_plugin.encoding import BatchEncoder, Encoded, EncodingError
-from rmd_plugin.evaluation import UNKNOWN, Evaluation
-from rmd_plugin.guest import isolated_rng, visiting
-from rmd_plugin.journal import STAGES, Journal
 from rmd_plugin.metrics import check_set_names
-from rmd_plugin.refit import Refit, food
-from rmd_plugin.roster import Roster, Spec, load_roster
-from rmd_plugin.sharding import own_samples
-from rmd_plugin.trainer_access import (
+from rmd_plugin.monitoring.evaluation import UNKNOWN, Evaluation
+from rmd_plugin.monitoring.guest import isolated_rng, visiting
+from rmd_plugin.monitoring.journal import STAGES, Journal
+from rmd_plugin.monitoring.refit import Refit, food
+from rmd_plugin.monitoring.roster import Roster, Spec, load_roster
+from rmd_plugin.monitoring.sharding import own_samples
+from rmd_plugin.monitoring.trainer_access import (
     FitData,
     any_process,
     as_validation,

@@ -122,6 +122,7 @@ class _Run:
             for name in (self.sets[1:] if resamples else ())
         }
         self.head: nn.Linear | None = None
+        self.validation = self.train
 
     def row(self, detector: str, metric: str, value: float = math.nan, *, ood: str = "", **more: Any) -> Row:
         distance = cast(Distance, self.extractor.distance.get(ood, ""))
@@ -184,6 +185,8 @@ class _Run:
                 self.result.rows.append(self.row(name, AUROC).failed(str(reason), "skipped"))
             except Exception as error:  # whatever a detector does wrong, the others stand
                 self._failed(name, error)
+        if any(prepared.fit_split == VAL for prepared in ready.values()):
+            self.validation = self._load_validation()  # here, so that it does not count as a detector's time
         return ready
 
     def _sources(self) -> Sources:
@@ -237,7 +240,7 @@ class _Run:
             detector.to(self.extractor.device)
         if not detector.requires_fit:
             return
-        split = self._fit_split(prepared.fit_split)
+        split = self.validation if prepared.fit_split == VAL else self.train
         if route is Route.LOGITS:
             detector.fit_logits(self.logits(split), split.labels)  # type: ignore[attr-defined]
         elif route is Route.FEATURES or (route is Route.INPUTS and hasattr(detector, "fit_features")):
@@ -251,13 +254,12 @@ class _Run:
             with evaluating(self.extractor.encoder):
                 detector.fit(self.extractor.loader(prepared.fit_split))
 
-    def _fit_split(self, wanted: str) -> SplitFeatures:
-        if wanted == VAL:
-            try:
-                return self.extractor.features(VAL)
-            except (ValueError, KeyError):
-                log.info("There is no validation data; calibrating on the training data.")
-        return self.train
+    def _load_validation(self) -> SplitFeatures:
+        try:
+            return self.extractor.features(VAL)
+        except (ValueError, KeyError):
+            log.info("There is no validation data; calibrating on the training data.")
+            return self.train
 
     def _score(self, prepared: Prepared, split: str) -> np.ndarray:
         detector, route = prepared.detector, prepared.route

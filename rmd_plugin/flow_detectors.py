@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from rmd_plugin.base import Encoder, StatefulDetector
-from rmd_plugin.flow_scoring import PASS_SAMPLES, FlowBank, FlowScore, fit_start, project
-from rmd_plugin.flow_training import MIN_SAMPLES, FlowFit, TrainingOptions, train_flows
-from rmd_plugin.flows import FlowSpec, Kind, Parameters
+from rmd_plugin.flows.scoring import PASS_SAMPLES, FlowBank, FlowScore, fit_start, project
+from rmd_plugin.flows.spec import FlowSpec, Kind, Parameters
+from rmd_plugin.flows.training import MIN_SAMPLES, FlowFit, TrainingOptions, train_flows
 from rmd_plugin.functional import NumericalWarning, pool_features
 from rmd_plugin.moments import ClassMoments, Moments
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rmd_plugin.callback
 from rmd_plugin import RMD, Mahalanobis, RelativeFlow
-from rmd_plugin.evaluation import Evaluation
+from rmd_plugin.monitoring.evaluation import Evaluation
 
 SIZES = {"train": 91, "val": 37, "near": 23, "tiny": 1, "extra": 9}  # none of them even
 

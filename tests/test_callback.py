@@ -20,7 +20,7 @@ from rmd_plugin import RMD, ClassMoments, Mahalanobis
 from rmd_plugin.callback import OODMonitor, OODMonitorWarning
 from rmd_plugin.encoding import EncodingError
 from rmd_plugin.metrics import METRICS
-from rmd_plugin.refit import Refit
+from rmd_plugin.monitoring.refit import Refit
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
 

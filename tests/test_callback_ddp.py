@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import multiprocessing as mp
 
 from rmd_plugin.callback import OODMonitor
-from rmd_plugin.evaluation import Evaluation
 from rmd_plugin.metrics import FeatureRows, OODScores
+from rmd_plugin.monitoring.evaluation import Evaluation
 
 pytestmark = pytest.mark.ddp
 

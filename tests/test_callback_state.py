@@ -20,7 +20,7 @@ from pytorch_ood.detector import Mahalanobis as FrameworkMahalanobis
 
 from rmd_plugin import RMD, Mahalanobis, PartialMahalanobis
 from rmd_plugin.callback import OODMonitor, OODMonitorWarning
-from rmd_plugin.snapshot import build_detector, restore_snapshot, take_snapshot
+from rmd_plugin.monitoring.snapshot import build_detector, restore_snapshot, take_snapshot
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
 

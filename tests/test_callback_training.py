@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from rmd_plugin import RMD
 from rmd_plugin.callback import OODMonitor
-from rmd_plugin.guest import isolated_rng, visiting
+from rmd_plugin.monitoring.guest import isolated_rng, visiting
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
 

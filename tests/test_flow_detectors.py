@@ -12,16 +12,9 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rmd_plugin import (
-    RMD,
-    FlowLikelihood,
-    Mahalanobis,
-    NumericalWarning,
-    RelativeFlow,
-    flow_training,
-    load_detector,
-)
-from rmd_plugin.flow_training import MIN_SAMPLES
+from rmd_plugin import RMD, FlowLikelihood, Mahalanobis, NumericalWarning, RelativeFlow, load_detector
+from rmd_plugin.flows import training as flow_training
+from rmd_plugin.flows.training import MIN_SAMPLES
 
 DETECTORS = [FlowLikelihood, RelativeFlow]
 every_detector = pytest.mark.parametrize("detector", DETECTORS)

@@ -11,9 +11,10 @@ from nflows.transforms.made import MADE
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from rmd_plugin import flow_training
-from rmd_plugin.flow_scoring import FlowBank
-from rmd_plugin.flow_training import (
+from rmd_plugin.flows import training as flow_training
+from rmd_plugin.flows.scoring import FlowBank
+from rmd_plugin.flows.spec import FlowSpec, stacked_log_prob
+from rmd_plugin.flows.training import (
     MIN_SAMPLES,
     TrainingOptions,
     epoch_batches,
@@ -21,7 +22,6 @@ from rmd_plugin.flow_training import (
     split_rows,
     train_flows,
 )
-from rmd_plugin.flows import FlowSpec, stacked_log_prob
 
 SHAPES = {
     "maf": FlowSpec(5, 16),

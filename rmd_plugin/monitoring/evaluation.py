@@ -12,9 +12,9 @@ from pytorch_ood.api import Detector
 from torch import Tensor, nn
 
 from rmd_plugin.encoding import Encoded
-from rmd_plugin.guest import isolated_rng
 from rmd_plugin.metrics import MEAN, METRICS, OODScores, compare_sets, quiet_compute
-from rmd_plugin.refit import score_batch
+from rmd_plugin.monitoring.guest import isolated_rng
+from rmd_plugin.monitoring.refit import score_batch
 
 #: the OOD set of samples that are known only by their label below zero
 UNKNOWN = "unknown"

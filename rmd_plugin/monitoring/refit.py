@@ -28,8 +28,8 @@ from torchmetrics import Metric
 
 from rmd_plugin.base import heed_interrupt
 from rmd_plugin.encoding import Encoded, EncodingError, batch_inputs
-from rmd_plugin.guest import visiting
 from rmd_plugin.metrics import FeatureRows, quiet_compute
+from rmd_plugin.monitoring.guest import visiting
 
 Food = Literal["moments", "features", "logits", "inputs", "nothing"]
 

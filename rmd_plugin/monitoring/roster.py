@@ -8,8 +8,8 @@ from typing import Any
 from pytorch_ood.api import Detector
 
 import rmd_plugin
-from rmd_plugin.refit import Outcome
-from rmd_plugin.snapshot import build_detector, restore_snapshot, take_snapshot
+from rmd_plugin.monitoring.refit import Outcome
+from rmd_plugin.monitoring.snapshot import build_detector, restore_snapshot, take_snapshot
 
 Spec = Detector | Callable[[Any], Detector]
 

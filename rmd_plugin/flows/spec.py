@@ -1,8 +1,8 @@
 """Masked autoregressive flows on nflows, stacked: many flows of one shape evaluated as one batch of matrices.
 
 The parameters keep the names, shapes and meaning that nflows gives them, with one leading dimension for the flow: every
-flow of a stack can be loaded into a plain ``nflows.flows.Flow`` (:meth:`FlowSpec.unstack`). ``flow_training`` trains
-such stacks, ``flow_scoring`` folds them for many samples.
+flow of a stack can be loaded into a plain ``nflows.flows.Flow`` (:meth:`FlowSpec.unstack`). ``training`` trains
+such stacks, ``scoring`` folds them for many samples.
 
 Tensors inside run *features first*, ``(flows, features, samples)``: each product then reads weights as they are stored.
 """

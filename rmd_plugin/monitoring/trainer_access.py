@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from rmd_plugin.encoding import BatchEncoder, Encoded, EncodingError, batch_inputs
-from rmd_plugin.guest import visiting
-from rmd_plugin.refit import Refit
-from rmd_plugin.sharding import shard
+from rmd_plugin.monitoring.guest import visiting
+from rmd_plugin.monitoring.refit import Refit
+from rmd_plugin.monitoring.sharding import shard
 
 Limit = int | float | None
 
@@ -39,7 +39,7 @@ def encoded_batches(
         module: the network.
         tap: turns batches into encoded batches.
         loader: gives the loader; called where it cannot disturb the random states.
-        limit: see :func:`rmd_plugin.sharding.shard`.
+        limit: see :func:`rmd_plugin.monitoring.sharding.shard`.
         seed: of the loader.
 
     Yields:
@@ -64,7 +64,7 @@ class FitData:
         module: the network.
         tap: turns batches into encoded batches.
         loader: the user's choice; by default ``fit_dataloader()`` of the datamodule or module, if there is one.
-        limit: see :func:`rmd_plugin.sharding.shard`; by default the trainer's ``limit_train_batches``.
+        limit: see :func:`rmd_plugin.monitoring.sharding.shard`; by default the trainer's ``limit_train_batches``.
         seed: of the loader.
     """
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.adamw import adamw
 from tqdm.auto import tqdm
 
-from rmd_plugin.flows import FlowSpec, Parameters, stacked_log_prob
+from rmd_plugin.flows.spec import FlowSpec, Parameters, stacked_log_prob
 
 #: a flow with fewer samples is not trained: half a dozen points say nothing about a shape
 MIN_SAMPLES = 8

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rmd_plugin.flows import LOG_TWO_PI, FlowSpec, Parameters, elementwise
+from rmd_plugin.flows.spec import LOG_TWO_PI, FlowSpec, Parameters, elementwise
 from rmd_plugin.functional import pool_features
 from rmd_plugin.gaussian import fit_coordinates
 from rmd_plugin.moments import Moments
