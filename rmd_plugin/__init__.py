@@ -3,8 +3,9 @@
 The public names are resolved on first use, so ``import rmd_plugin`` stays cheap and does not import torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from rmd_plugin.lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -35,14 +36,4 @@ if TYPE_CHECKING:
     from rmd_plugin.metrics import OODScores
     from rmd_plugin.moments import ClassMoments, Moments
 
-
-def __getattr__(name: str) -> object:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Public names: {', '.join(__all__)}.")
-    value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

@@ -3,8 +3,9 @@
 The names are resolved on first use, so that a choice imports only what it needs.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from rmd_plugin.lazy import lazy_names
 
 # public name -> module that defines it
 _EXPORTS = {
@@ -60,14 +61,4 @@ if TYPE_CHECKING:
     from rmd_plugin.backbones.vision import OpenCLIP, Timm, TorchVision
     from rmd_plugin.backbones.wide_resnet import WideResNet
 
-
-def __getattr__(name: str) -> object:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Public names: {', '.join(__all__)}.")
-    value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

@@ -1,0 +1,26 @@
+"""Public names that are imported on first use, so that importing a package stays cheap and does not import torch."""
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+
+
+def lazy_names(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """The ``__getattr__`` and ``__dir__`` of a package that resolves its public names on first use.
+
+    Args:
+        package: its ``__name__``.
+        names: public name -> module of the package that defines it.
+
+    Returns:
+        The two functions.
+    """
+
+    def find(name: str) -> object:
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}. Public names: {', '.join(names)}.")
+        value = getattr(import_module(f"{package}.{names[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return find, lambda: sorted(sys.modules[package].__all__)
