@@ -145,8 +145,9 @@ def sweep_figure(arrays: Arrays) -> Figure:
         both[0].set_ylabel("AUROC (%)")
         both[0].set_ylim(None, 104)
         x, limit = arrays["sweep_sigma/values"], 100 * arrays["sweep_sigma/limit"]
-        place = max(len(x) // 2 - 1, 0)
-        _name(both[1], "MD with the\ntrue parameters", (x[place], limit[place]), (8, 4), "#6A6A6A", ha="left")
+        # right of the fall there is room
+        place = int(np.abs(limit - (limit.max() + limit.min()) / 2).argmin())
+        _name(both[1], "MD with the\ntrue parameters", (x[place], limit[place]), (16, 4), "#6A6A6A", ha="left")
     return figure
 
 

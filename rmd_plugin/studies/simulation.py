@@ -262,7 +262,7 @@ def run(
                 f"AUROC of {'MD' if name == 'mahalanobis' else 'RMD'}",
                 ours=percent(mean),
                 spread=percent(spread),
-                setting=f"{network_width} hidden units, {network_epochs} epochs, {len(values)} seeds",
+                setting=f"{network_width} hidden units, epochs: {network_epochs}, {len(values)} seeds",
                 reason="the paper gives no number: it says that MD overlaps and RMD separates perfectly",
             )
         )
