@@ -1,6 +1,9 @@
 """rmd-reproduce: its configs, its cells, and the command from end to end at toy size."""
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,8 @@ from rmd_plugin.backbones.small import SmallCNN
 from rmd_plugin.benchmarks import Digits
 from rmd_plugin.cli.cells import AccuracyRecorder, Cell, CellJob, CellRunner
 from rmd_plugin.cli.configs import register_resolvers
-from rmd_plugin.cli.reproduce_job import STUDIES, Reproduction, chosen_studies, load_experiment, run
+from rmd_plugin.cli.experiments import STUDIES, chosen_studies, load_experiment
+from rmd_plugin.cli.reproduce_job import Reproduction, run
 from rmd_plugin.functional import NumericalWarning
 from rmd_plugin.rows import read_rows
 from rmd_plugin.studies.paper import TABLES
@@ -153,10 +157,17 @@ def test_studies_are_run_in_an_order_in_which_cells_come_first():
         chosen_studies("table4")
 
 
-def test_without_a_study_the_command_lists_all_of_them(hydra, tmp_path, capsys):
-    run(make_config(tmp_path))
-    listed = capsys.readouterr().out
-    assert all(name in listed for name in STUDIES)
+def test_without_a_study_the_command_lists_all_of_them_without_torch(tmp_path):
+    code = (
+        "import runpy, sys; sys.argv = ['rmd-reproduce']\n"
+        "runpy.run_module('rmd_plugin.cli.reproduce', run_name='__main__')\n"
+        "print(sorted({'torch', 'matplotlib', 'pytorch_lightning', 'scipy'} & set(sys.modules)))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(CONF.parent)}
+    command = [sys.executable, "-c", code]
+    made = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert all(name in made.stdout for name in STUDIES)
+    assert made.stdout.splitlines()[-1] == "[]"
 
 
 def test_cells_can_be_left_out_and_are_then_not_claimed(hydra, tmp_path):

@@ -9,7 +9,6 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.cli.assembly import one_clear_error
 from rmd_plugin.cli.cells import Cell, CellResult, CellRunner
-from rmd_plugin.cli.configs import config_path
+from rmd_plugin.cli.experiments import DOCUMENT, SCALES, chosen_studies, load_experiment
 from rmd_plugin.provenance import collect_versions
 from rmd_plugin.reporting import study_figures as draw
-from rmd_plugin.reporting.reproduction import SUMMARY, StudySummary, comparison_table, write_document
+from rmd_plugin.reporting.reproduction import StudySummary, comparison_table, write_document
 from rmd_plugin.reporting.style import save_figure
 from rmd_plugin.reporting.table import to_latex, to_markdown, to_terminal
 from rmd_plugin.rows import AUROC, mean, write_rows
@@ -35,11 +33,6 @@ from rmd_plugin.studies.result import StudyResult
 
 log = logging.getLogger(__name__)
 
-#: in the order in which they are run: cells that others use come first
-STUDIES = ("simulation", "table1", "robustness", "table2", "table3", "spectrum", "partial", "flows")
-#: in the order of the document
-DOCUMENT = ("simulation", "spectrum", "table1", "flows", "table2", "table3", "robustness", "partial")
-SCALES = ("small", "paper")
 _SIMULATION = "simulation"
 _NOT_RUN = (OSError, ValueError, ImportError)
 
@@ -48,7 +41,7 @@ Figures = dict[str, tuple[Figure, str]]
 
 
 def run(config: DictConfig) -> None:
-    """List the studies, run those of the config, write the document.
+    """Run the studies of a config, and write the document.
 
     Args:
         config: the composed ``conf/reproduce.yaml``.
@@ -58,9 +51,6 @@ def run(config: DictConfig) -> None:
             raise ValueError(f"scale must be small or paper, got {config.scale!r}.")
         names = chosen_studies(config.study)
         root = Path(str(config.output))
-        if not names and config.document is None:
-            list_studies(root)
-            return
         runner = CellRunner(
             root, data_dir=config.paths.data_dir, cache_dir=config.cache_dir, resamples=config.resamples
         )
@@ -71,49 +61,6 @@ def run(config: DictConfig) -> None:
             paper = f"Ren et al., [{TITLE}]({ADDRESS})"
             path = write_document(str(config.document), [root / name for name in DOCUMENT], paper=paper)
             print(f"Document: {path}")
-
-
-def chosen_studies(study: Any) -> list[str]:
-    """Names of the studies that a config asks for, in the order in which they are run.
-
-    Args:
-        study: None, a name, ``all`` or several names.
-
-    Raises:
-        ValueError: for a name that is none.
-    """
-    if study is None:
-        return []
-    wanted = [str(name) for name in ([study] if isinstance(study, str) else study)]
-    if wanted == ["all"]:
-        return list(STUDIES)
-    unknown = [name for name in wanted if name not in STUDIES]
-    if unknown:
-        raise ValueError(f"there is no study {', '.join(unknown)}. There are: {', '.join(STUDIES)}, all.")
-    return [name for name in STUDIES if name in wanted]
-
-
-def list_studies(root: Path) -> None:
-    """Print what can be run, and what was."""
-    table = RichTable(
-        box=None, pad_edge=False, title="rmd-reproduce study=NAME scale=small|paper", title_justify="left"
-    )
-    for title in ("study", "of the paper", "cells (small / paper)", "done"):
-        table.add_column(title, justify="left")
-    for name in STUDIES:
-        node = load_experiment(name)
-        cells = " / ".join(str(len(node[scale].get("cells") or [])) for scale in SCALES)
-        done = ", ".join(scale for scale in SCALES if (root.parent / scale / name / SUMMARY).is_file())
-        table.add_row(name, str(node.about), cells, done or "-")
-    Console().print(table)
-
-
-def load_experiment(name: str) -> Any:
-    """The config of a study, ``conf/experiment/NAME.yaml``."""
-    # read as it is: composing takes a third of a second, and nothing here is to be overridden
-    place = config_path()
-    root = files(place.removeprefix("pkg://")) if place.startswith("pkg://") else Path(place)
-    return OmegaConf.create((root / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """How detectors are called in tables and figures. Names in rows and configs stay as they are typed."""
 
+#: what a study of ``rmd-reproduce`` leaves in its folder when it is finished
+SUMMARY = "study.json"
+
 #: detectors of this package; the others come from pytorch-ood or from the user
 OURS = ("rmd", "mahalanobis", "marginal", "partial", "flow_likelihood", "relative_flow")
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rmd_plugin.atomic import replacing
+from rmd_plugin.reporting.names import SUMMARY
 from rmd_plugin.reporting.table import Cell, Column, Table, to_markdown
 from rmd_plugin.studies.result import Comparison
-
-SUMMARY = "study.json"
 
 
 @dataclass
