@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import warnings
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import open_dict
 from pytorch_lightning.utilities.warnings import PossibleUserWarning
 
 from rmd_plugin.backbones.small import SmallCNN
@@ -54,7 +56,7 @@ def make_config(tmp_path, *overrides):
 def make_cells(scale, study, config, tmp_path):
     reproduction = Reproduction(config, tmp_path, CellRunner(tmp_path))
     nodes = load_experiment(study)[scale].get("cells") or []
-    return [reproduction.cell(node, scale) for node in nodes if node != "simulation"]
+    return [reproduction.cell(node, study, scale) for node in nodes if node != "simulation"]
 
 
 # -- configs ----------------------------------------------------------------------------------------------------------
@@ -102,15 +104,54 @@ def test_a_cell_changes_its_folder_with_its_overrides_and_seed():
     one = Cell("a", ("benchmark=digits", "backbone=mlp"))
     assert one.key != Cell("a", ("benchmark=digits", "backbone=mlp", "batch_size=8")).key
     assert one.key != Cell("a", one.overrides, seed=1).key
-    assert one.command == "rmd-train benchmark=digits backbone=mlp"
+    # where it was described and under which command says nothing about what it does
+    assert one.key == Cell("a", one.overrides, study="flows", scale="paper").key
     with pytest.raises(ValueError, match="do not choose a pretrain"):
         one.choice("pretrain")
+
+
+@pytest.mark.parametrize(
+    ("extra", "word"),
+    [
+        ((), ""),
+        (("batch_size=8",), " 'extra=[\"batch_size=8\"]'"),
+        (("monitor=[rmd,msp]", 'backbone.name="it\'s \\"', "a=\\"), None),
+    ],
+)
+def test_the_command_of_a_cell_composes_to_that_cell_alone(hydra, tmp_path, extra, word):
+    config = make_config(tmp_path, "study=robustness", "seed=3")
+    with open_dict(config):
+        config.extra = list(extra)
+    cells = [
+        Reproduction(config, tmp_path, CellRunner(tmp_path)).cell(node, "robustness")
+        for node in load_experiment("robustness")["small"].cells
+    ]
+    # a shared cell is run by the study that describes it
+    assert [cell.study for cell in cells] == ["table1", "robustness"]
+    for cell in cells:
+        program, *words = shlex.split(cell.command)
+        assert program == "rmd-reproduce"
+        again = compose("reproduce", overrides=words)
+        assert (again.study, again.scale, list(again.cells)) == (cell.study, "small", [cell.name])
+        nodes = load_experiment(again.study)[again.scale].cells
+        reproduction = Reproduction(again, tmp_path, CellRunner(tmp_path))
+        (same,) = [c for c in (reproduction.cell(n, again.study) for n in nodes) if c.name in again.cells]
+        assert same == cell
+        if word is not None:
+            assert cell.command == f"rmd-reproduce study={cell.study} scale=small seed=3 'cells=[{cell.name}]'{word}"
+
+
+def test_lines_that_were_not_run_come_with_the_command_that_runs_them(hydra, tmp_path):
+    run(make_config(tmp_path, "study=table2", "cells=[]"))
+    commands = json.loads((tmp_path / "small" / "table2" / "study.json").read_text())["commands"]
+    assert commands["CLINC Intent OOD, BERT"] == "rmd-reproduce study=table2 scale=paper 'cells=[clinc]'"
+    assert set(commands) == {f"{row.benchmark}, {row.backbone}" for row in TABLES["table2"]}
 
 
 def test_a_reference_to_a_cell_that_is_not_there_is_an_error(hydra, tmp_path):
     reproduction = Reproduction(make_config(tmp_path), tmp_path, CellRunner(tmp_path))
     with pytest.raises(ValueError, match="no cell 'nothing'"):
-        reproduction.cell("table1/nothing")
+        reproduction.cell("table1/nothing", "robustness")
 
 
 def test_the_recorder_takes_the_accuracy_of_clean_training_samples_in_evaluation_mode():
@@ -225,7 +266,11 @@ def test_a_study_trains_its_cell_once_and_goes_on_without_missing_data(hydra, tm
     weights = cell / "checkpoints" / "last.ckpt"
     before = weights.stat().st_mtime_ns
 
-    run(config)
+    # the command that its folder names, typed by hand, finds it
+    program, *words = shlex.split(json.loads((cell / "versions.json").read_text())["command"])
+    assert program == "rmd-reproduce"
+    run(make_config(tmp_path, "resamples=0", *words))
+    assert [found.name for found in (folder / "cells").iterdir()] == [cell.name]
     assert weights.stat().st_mtime_ns == before
     assert file.read_bytes() == written
 

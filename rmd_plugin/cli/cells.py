@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from torch import Tensor
 from rmd_plugin.base import evaluating
 from rmd_plugin.catalogue import Sources, prepare
 from rmd_plugin.cli.assembly import make_detectors
+from rmd_plugin.cli.experiments import reproduce_command
 from rmd_plugin.cli.training_job import CHECKPOINTS, Job
 from rmd_plugin.comparison import compare
 from rmd_plugin.extraction import TEST, TRAIN, Extractor
@@ -54,6 +54,9 @@ class Cell:
         backbone: the network of the paper that it stands beside.
         reason: why it is not the paper's own setting; empty if it is.
         seed: seed of data and training.
+        study: the study whose config describes it; empty if none does.
+        scale: the scale of that study.
+        extra: those of the overrides that were given on top of the study's.
     """
 
     name: str
@@ -62,24 +65,35 @@ class Cell:
     backbone: str = ""
     reason: str = ""
     seed: int = 0
+    study: str = ""
+    scale: str = ""
+    extra: tuple[str, ...] = ()
 
     @classmethod
-    def from_config(cls, node: Mapping[str, Any], *, seed: int = 0, extra: Sequence[str] = ()) -> Cell:
+    def from_config(
+        cls, node: Mapping[str, Any], *, study: str, scale: str, seed: int = 0, extra: Sequence[str] = ()
+    ) -> Cell:
         """The cell of a config node with ``name``, ``overrides`` and, if it belongs to a line, ``line``.
 
         Args:
             node: the node.
+            study: the study that it belongs to.
+            scale: the scale of that study.
             seed: seed of data and training.
             extra: further overrides, which win.
         """
         benchmark, backbone = node.get("line") or ("", "")
-        overrides = (*map(str, node["overrides"]), *map(str, extra))
-        return cls(str(node["name"]), overrides, benchmark, backbone, str(node.get("reason") or ""), seed)
+        more = tuple(map(str, extra))
+        overrides = (*map(str, node["overrides"]), *more)
+        reason = str(node.get("reason") or "")
+        return cls(str(node["name"]), overrides, benchmark, backbone, reason, seed, study, scale, more)
 
     @property
     def command(self) -> str:
-        """The command that trains and compares the same by hand."""
-        return shlex.join(["rmd-train", *self.overrides])
+        """The command that runs this cell alone; empty if it belongs to no study."""
+        if not self.study:
+            return ""
+        return reproduce_command(self.study, self.scale, seed=self.seed, cells=[self.name], extra=self.extra)
 
     def choice(self, group: str) -> str:
         """The config chosen from a group."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -59,3 +62,37 @@ def load_experiment(name: str) -> Any:
     place = config_path()
     root = files(place.removeprefix("pkg://")) if place.startswith("pkg://") else Path(place)
     return OmegaConf.create((root / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def reproduce_command(
+    study: str,
+    scale: str,
+    *,
+    seed: int = 0,
+    cells: Iterable[object] | None = None,
+    extra: Iterable[object] = (),
+) -> str:
+    """The command line that runs a study, with all that differs from the defaults, quoted for a shell.
+
+    Args:
+        study: name of the study.
+        scale: ``small`` or ``paper``.
+        seed: seed of data and training.
+        cells: names of the cells to run; None runs all.
+        extra: further overrides for every cell.
+    """
+    words = [f"study={study}", f"scale={scale}"]
+    if seed:
+        words.append(f"seed={seed}")
+    if cells is not None:
+        words.append(f"cells=[{','.join(map(str, cells))}]")
+    if more := [_quoted(str(text)) for text in extra]:
+        words.append(f"extra=[{','.join(more)}]")
+    return shlex.join(["rmd-reproduce", *words])
+
+
+def _quoted(text: str) -> str:
+    """A text as a quoted value of Hydra's grammar, where only quotes and the backslashes before them are escaped."""
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', text)
+    trailing = len(escaped) - len(escaped.rstrip("\\"))
+    return '"' + escaped + "\\" * trailing + '"'

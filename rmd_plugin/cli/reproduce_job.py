@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from rich.console import Console
 from rmd_plugin.atomic import replacing
 from rmd_plugin.cli.assembly import one_clear_error
 from rmd_plugin.cli.cells import Cell, CellResult, CellRunner
-from rmd_plugin.cli.experiments import DOCUMENT, SCALES, chosen_studies, load_experiment
+from rmd_plugin.cli.experiments import DOCUMENT, SCALES, chosen_studies, load_experiment, reproduce_command
 from rmd_plugin.provenance import collect_versions
 from rmd_plugin.reporting import study_figures as draw
 from rmd_plugin.reporting.reproduction import StudySummary, comparison_table, write_document
@@ -93,7 +92,7 @@ class Reproduction:
             result = simulation.run(**(options | self._toy_options()))
             ready = _Ready([], [])
         else:
-            ready = self._cells(part.get("cells") or [])
+            ready = self._cells(name, part.get("cells") or [])
             result = self._study(name, ready, options, part.get("absent") or [])
         figures = make_figures(result)
         folder = self.root / name
@@ -129,15 +128,8 @@ class Reproduction:
 
     def _command(self, name: str) -> str:
         """The command that gives this study, with all that differs from the defaults."""
-        words = [f"study={name}", f"scale={self.config.scale}"]
-        if self.config.seed:
-            words.append(f"seed={self.config.seed}")
-        if self.config.cells is not None:
-            words.append(f"cells=[{','.join(map(str, self.config.cells))}]")
-        if self.config.extra:
-            quoted = ",".join('"' + str(text) + '"' for text in self.config.extra)
-            words.append(f"extra=[{quoted}]")
-        return shlex.join(["rmd-reproduce", *words])
+        config = self.config
+        return reproduce_command(name, config.scale, seed=config.seed, cells=config.cells, extra=config.extra)
 
     def _toy_options(self) -> dict[str, Any]:
         """Options of the simulation that ``extra`` names as ``simulation.NAME=VALUE``."""
@@ -146,7 +138,7 @@ class Reproduction:
         ]
         return dict(OmegaConf.to_container(OmegaConf.from_dotlist(found)))  # type: ignore[arg-type]
 
-    def _cells(self, nodes: Sequence[Any]) -> _Ready:
+    def _cells(self, study: str, nodes: Sequence[Any]) -> _Ready:
         ready = _Ready([], [])
         for node in nodes:
             if node == _SIMULATION:
@@ -155,7 +147,7 @@ class Reproduction:
                 cell = Cell(_SIMULATION, ("benchmark=simulation", "backbone=identity"))
                 ready.results.append(CellResult(cell, features, [], None, setting))
                 continue
-            cell = self.cell(node)
+            cell = self.cell(node, study)
             if self.config.cells is not None and cell.name not in self.config.cells:
                 ready.missing.append((cell, f"left out of this run (cells={list(self.config.cells)})"))
                 continue
@@ -167,18 +159,18 @@ class Reproduction:
                 ready.missing.append((cell, reason))
         return ready
 
-    def cell(self, node: Any, scale: str | None = None) -> Cell:
-        """The cell of a config node, or the one that a text such as ``table1/cifar10`` refers to."""
+    def cell(self, node: Any, study: str, scale: str | None = None) -> Cell:
+        """The cell of a study's config node, or the one that a text such as ``table1/cifar10`` refers to."""
         scale = scale or str(self.config.scale)
         if isinstance(node, str):
-            study, _, name = node.partition("/")
+            study, _, name = node.partition("/")  # the study that describes it also runs it alone
             nodes = [item for item in load_experiment(study)[scale].cells if not isinstance(item, str)]
             found = [item for item in nodes if item.name == name]
             if not found:
                 raise ValueError(f"{node}: experiment {study} has no cell {name!r} of scale {scale}.")
             node = found[0]
         extra = [text for text in self.config.extra if not str(text).startswith("simulation.")]
-        return Cell.from_config(node, seed=int(self.config.seed), extra=extra)
+        return Cell.from_config(node, study=study, scale=scale, seed=int(self.config.seed), extra=extra)
 
     def _simulated(self) -> dict[str, Any]:
         return {
@@ -215,7 +207,7 @@ class Reproduction:
     def _commands(self, name: str) -> dict[str, str]:
         """How each line of a table is run at the paper's own scale."""
         nodes = [node for node in load_experiment(name)["paper"].get("cells") or [] if not isinstance(node, str)]
-        cells = [Cell.from_config(node) for node in nodes]
+        cells = [Cell.from_config(node, study=name, scale="paper") for node in nodes]
         return {f"{cell.benchmark}, {cell.backbone}": cell.command for cell in cells if cell.benchmark}
 
 
