@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import open_dict
 from pytorch_lightning.utilities.warnings import PossibleUserWarning
 
-from rmd_plugin.backbones.small import SmallCNN
+from rmd_plugin.backbones.small import MLP, SmallCNN
 from rmd_plugin.benchmarks import Digits
 from rmd_plugin.cli.cells import AccuracyRecorder, Cell, CellJob, CellRunner
 from rmd_plugin.cli.configs import register_resolvers
@@ -173,6 +173,27 @@ def test_the_recorder_takes_the_accuracy_of_clean_training_samples_in_evaluation
     other = AccuracyRecorder(data)
     other.load_state_dict(recorder.state_dict())
     assert other.points == recorder.points
+
+
+@pytest.mark.parametrize(
+    ("trainer", "cuda", "expected"),
+    [
+        ("trainer=gpu", True, "cuda"),
+        ("trainer=gpu", False, "cpu"),
+        ("trainer.accelerator=auto", True, "cuda"),
+        ("trainer.accelerator=auto", False, "cpu"),
+        ("trainer=cpu", True, "cpu"),
+        ("trainer=gpu,trainer.devices=[1]", True, "cuda:1"),
+    ],
+)
+def test_a_cell_is_evaluated_on_the_device_of_its_trainer(hydra, tmp_path, monkeypatch, trainer, cuda, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    overrides = ("benchmark=digits", "backbone=mlp", *trainer.split(","))
+    runner = CellRunner(tmp_path)
+    config = runner.compose(Cell("digits", overrides))
+    job = SimpleNamespace(config=config, benchmark=Digits(limit_train=60), backbone=MLP(64, num_classes=6))
+    assert runner._extractor(job).device == torch.device(expected)
 
 
 def test_a_stopped_training_leaves_its_cell_unfinished(hydra, tmp_path, monkeypatch):

@@ -311,6 +311,7 @@ class CellRunner:
             cache=FeatureCache(self.root / "features" if self.cache_dir is None else self.cache_dir),
             batch_size=job.config.batch_size,
             num_workers=job.config.num_workers,
+            device=evaluation_device(job.config.trainer),
             progress=sys.stderr.isatty(),
         )
 
@@ -324,6 +325,28 @@ class CellRunner:
         about = (features.benchmark, features.ood, features.backbone)
         accuracies = [(int(step), float(train), float(val)) for step, train, val in points]
         return TrainingCurves(*about, history, accuracies, features.distance, features.seed)
+
+
+def evaluation_device(trainer: Mapping[str, Any]) -> torch.device:
+    """The device on which a cell is evaluated: the one that its trainer would train on.
+
+    Args:
+        trainer: the arguments of the trainer; ``accelerator`` and ``devices`` count.
+
+    Returns:
+        The accelerator if it is there, else the CPU: features take longer there, and are the same.
+    """
+    wanted = str(trainer.get("accelerator") or "auto")
+    names = {"gpu": ("cuda", "mps"), "auto": ("cuda", "mps"), "cuda": ("cuda",), "mps": ("mps",)}.get(wanted, ())
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    found = next((name for name in names if there[name]), None)
+    if found is None:
+        if wanted in ("gpu", "cuda", "mps"):
+            log.warning("trainer.accelerator=%s, but there is none here: features are computed on the CPU", wanted)
+        return torch.device("cpu")
+    devices = trainer.get("devices")
+    chosen = isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices) > 0
+    return torch.device(found, int(devices[0])) if chosen else torch.device(found)  # type: ignore[index]
 
 
 def describe(config: DictConfig, features: FeatureSet, rows: Sequence[Row]) -> str:
