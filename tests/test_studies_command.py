@@ -243,6 +243,22 @@ def test_cells_can_be_left_out_and_are_then_not_claimed(hydra, tmp_path):
     assert not (tmp_path / "small" / "cells").exists()
 
 
+@pytest.mark.parametrize(
+    ("study", "cells", "listed"),
+    [
+        ("table1", "[cifar10,nope]", "no cell nope. Cells: table1 has cifar100, cifar10, genomics."),
+        ("[table1,robustness]", "[genomic]", "robustness has genomics, digits."),
+        ("simulation", "[digits]", "simulation has none."),
+    ],
+)
+def test_unknown_cells_are_refused_before_anything_is_written(hydra, tmp_path, capsys, study, cells, listed):
+    with pytest.raises(SystemExit) as end:
+        run(make_config(tmp_path, f"study={study}", f"cells={cells}"))
+    assert end.value.code == 1
+    assert listed in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_another_scale_ends_with_one_sentence(hydra, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         run(make_config(tmp_path, "study=simulation", "scale=huge"))

@@ -64,6 +64,29 @@ def load_experiment(name: str) -> Any:
     return OmegaConf.create((root / "experiment" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
+def check_cells(studies: Iterable[str], scale: str, cells: Iterable[object] | None) -> None:
+    """Refuse names that no cell of these studies has.
+
+    Args:
+        studies: the studies.
+        scale: ``small`` or ``paper``.
+        cells: names of cells, or None for all.
+
+    Raises:
+        ValueError: with the names of the cells that there are.
+    """
+    if cells is None:
+        return
+    there: dict[str, list[str]] = {}
+    for study in studies:
+        nodes = load_experiment(study)[scale].get("cells") or []
+        there[study] = [node.rpartition("/")[2] if isinstance(node, str) else str(node.name) for node in nodes]
+    unknown = [str(name) for name in cells if not any(name in names for names in there.values())]
+    if unknown:
+        known = "; ".join(f"{study} has {', '.join(names) or 'none'}" for study, names in there.items())
+        raise ValueError(f"cells={list(map(str, cells))}: there is no cell {', '.join(unknown)}. Cells: {known}.")
+
+
 def reproduce_command(
     study: str,
     scale: str,

@@ -19,7 +19,7 @@ from rich.console import Console
 from rmd_plugin.atomic import replacing
 from rmd_plugin.cli.assembly import one_clear_error
 from rmd_plugin.cli.cells import Cell, CellResult, CellRunner
-from rmd_plugin.cli.experiments import DOCUMENT, SCALES, chosen_studies, load_experiment, reproduce_command
+from rmd_plugin.cli.experiments import DOCUMENT, SCALES, check_cells, chosen_studies, load_experiment, reproduce_command
 from rmd_plugin.provenance import collect_versions
 from rmd_plugin.reporting import study_figures as draw
 from rmd_plugin.reporting.reproduction import StudySummary, comparison_table, write_document
@@ -49,6 +49,7 @@ def run(config: DictConfig) -> None:
         if config.scale not in SCALES:
             raise ValueError(f"scale must be small or paper, got {config.scale!r}.")
         names = chosen_studies(config.study)
+        check_cells(names, str(config.scale), config.cells)
         root = Path(str(config.output))
         runner = CellRunner(
             root, data_dir=config.paths.data_dir, cache_dir=config.cache_dir, resamples=config.resamples
