@@ -17,13 +17,15 @@ from pytorch_lightning.utilities.warnings import PossibleUserWarning
 
 from rmd_plugin.backbones.small import MLP, SmallCNN
 from rmd_plugin.benchmarks import Digits
-from rmd_plugin.cli.cells import AccuracyRecorder, Cell, CellJob, CellRunner
+from rmd_plugin.cli.cells import AccuracyRecorder, Cell, CellJob, CellResult, CellRunner
 from rmd_plugin.cli.configs import register_resolvers
 from rmd_plugin.cli.experiments import STUDIES, chosen_studies, load_experiment
 from rmd_plugin.cli.reproduce_job import Reproduction, run
 from rmd_plugin.functional import NumericalWarning
 from rmd_plugin.rows import read_rows
+from rmd_plugin.studies import spectrum
 from rmd_plugin.studies.paper import TABLES
+from rmd_plugin.studies.simulation import simulated_features
 from rmd_plugin.training import BenchmarkData, Classifier
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -257,6 +259,55 @@ def test_unknown_cells_are_refused_before_anything_is_written(hydra, tmp_path, c
     assert end.value.code == 1
     assert listed in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def toy_cells(monkeypatch, failing, error):
+    """Let cells do nothing but fail or give digits-like features."""
+
+    def run_cell(runner, cell):
+        if cell.name == failing:
+            raise error
+        pixels = simulated_features(dim=8, n_train=40, n_test=20)
+        return CellResult(cell, pixels, [], None, "a toy")
+
+    monkeypatch.setattr(CellRunner, "run", run_cell)
+
+
+def test_a_cell_that_fails_for_whatever_reason_is_not_run_and_the_others_go_on(hydra, tmp_path, monkeypatch, caplog):
+    toy_cells(monkeypatch, "cifar10", RuntimeError("CUDA out of memory"))
+    run(make_config(tmp_path, "study=partial"))
+    summary = json.loads((tmp_path / "small" / "partial" / "study.json").read_text())
+    assert any("Not run: cifar10 (RuntimeError: CUDA out of memory)" in note for note in summary["notes"])
+    assert summary["comparisons"]
+    (record,) = [record for record in caplog.records if "cell cifar10 was not run" in record.getMessage()]
+    assert record.exc_info
+
+
+def test_ctrl_c_in_a_cell_ends_everything(hydra, tmp_path, monkeypatch):
+    toy_cells(monkeypatch, "cifar10", KeyboardInterrupt())
+    with pytest.raises(SystemExit) as end:
+        run(make_config(tmp_path, "study=[partial,spectrum]"))
+    assert end.value.code == 130
+    assert not (tmp_path / "small").exists()
+
+
+def test_a_study_that_fails_does_not_end_the_others(hydra, tmp_path, monkeypatch, capsys):
+    toy_cells(monkeypatch, None, None)
+    monkeypatch.setattr(spectrum, "run", lambda *_, **__: 1 / 0)
+    with pytest.raises(SystemExit) as end:
+        run(make_config(tmp_path, "study=[spectrum,partial]"))
+    assert end.value.code == 1
+    assert "1 of 2 studies failed: spectrum (ZeroDivisionError: division by zero)" in capsys.readouterr().err
+    assert (tmp_path / "small" / "partial" / "study.json").is_file()
+
+
+def test_extra_overrides_that_fit_no_config_are_refused_before_anything_is_written(hydra, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(make_config(tmp_path, "study=table1", 'extra=["bogus=1"]'))
+    assert end.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cell cifar100: Could not override 'bogus'" in line
+    assert not (tmp_path / "small" / "table1").exists()
 
 
 def test_another_scale_ends_with_one_sentence(hydra, tmp_path, capsys):

@@ -19,7 +19,9 @@ import pytorch_lightning as pl
 import torch
 from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.callbacks import Callback
 from torch import Tensor
 
@@ -109,6 +111,10 @@ class Cell:
         """Name of its folder: changes whenever the overrides or the seed do."""
         content = json.dumps([list(self.overrides), self.seed]).encode()
         return f"{self.name}-{hashlib.sha256(content).hexdigest()[:10]}"
+
+
+class CellConfigError(ValueError):
+    """The overrides of a cell do not compose: a mistake in what was typed, not of data or machine."""
 
 
 class AccuracyRecorder(Callback):
@@ -232,13 +238,18 @@ class CellRunner:
 
         Raises:
             OSError, ValueError, ImportError: if data, weights or libraries are missing; the message says which.
+            CellConfigError: if its overrides do not fit the config.
         """
         if cell.key not in self._done:
             self._done[cell.key] = self._run(cell)
         return self._done[cell.key]
 
     def compose(self, cell: Cell) -> DictConfig:
-        """The config of a cell; Hydra must be initialised, as it is inside a command."""
+        """The config of a cell; Hydra must be initialised, as it is inside a command.
+
+        Raises:
+            CellConfigError: if its overrides do not fit the config.
+        """
         folder = self.root / "cells" / cell.key
         names = [f"names.benchmark={cell.choice('benchmark')}", f"names.backbone={cell.choice('backbone')}"]
         quiet = [] if sys.stderr.isatty() else ["+trainer.enable_progress_bar=false"]
@@ -250,7 +261,10 @@ class CellRunner:
             "+trainer.enable_model_summary=false",
             *([f"paths.data_dir='{self.data_dir}'"] if self.data_dir else []),
         ]
-        return compose("train", overrides=[*ours, *names, *quiet, *cell.overrides])
+        try:
+            return compose("train", overrides=[*ours, *names, *quiet, *cell.overrides])
+        except (HydraException, OmegaConfBaseException) as error:
+            raise CellConfigError(f"cell {cell.name}: {' '.join(str(error).split())}") from error
 
     def _run(self, cell: Cell) -> CellResult:
         folder = RunFolder(self.root / "cells" / cell.key)

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.cli.assembly import one_clear_error
-from rmd_plugin.cli.cells import Cell, CellResult, CellRunner
+from rmd_plugin.cli.cells import Cell, CellConfigError, CellResult, CellRunner
 from rmd_plugin.cli.experiments import DOCUMENT, SCALES, check_cells, chosen_studies, load_experiment, reproduce_command
 from rmd_plugin.provenance import collect_versions
 from rmd_plugin.reporting import study_figures as draw
@@ -26,6 +26,7 @@ from rmd_plugin.reporting.reproduction import StudySummary, comparison_table, wr
 from rmd_plugin.reporting.style import save_figure
 from rmd_plugin.reporting.table import to_latex, to_markdown, to_terminal
 from rmd_plugin.rows import AUROC, mean, write_rows
+from rmd_plugin.run_folder import describe_error
 from rmd_plugin.studies import flows, partial, robustness, simulation, spectrum, tables
 from rmd_plugin.studies.paper import ADDRESS, TITLE
 from rmd_plugin.studies.result import StudyResult
@@ -33,7 +34,8 @@ from rmd_plugin.studies.result import StudyResult
 log = logging.getLogger(__name__)
 
 _SIMULATION = "simulation"
-_NOT_RUN = (OSError, ValueError, ImportError)
+#: what says enough in one line; any other error is a fault of a program, and its traceback goes to the log
+_EXPECTED = (OSError, ValueError, ImportError)
 
 #: figure name -> figure and caption
 Figures = dict[str, tuple[Figure, str]]
@@ -55,12 +57,22 @@ def run(config: DictConfig) -> None:
             root, data_dir=config.paths.data_dir, cache_dir=config.cache_dir, resamples=config.resamples
         )
         reproduction = Reproduction(config, root, runner)
+        failed = {}
         for name in names:
-            reproduction.run(name)
+            try:
+                reproduction.run(name)
+            except Exception as error:  # whatever is wrong with one study, the others stand
+                if len(names) == 1:
+                    raise
+                failed[name] = _reason(error)
+                log.warning("study %s failed: %s", name, failed[name], exc_info=not isinstance(error, _EXPECTED))
         if config.document is not None:
             paper = f"Ren et al., [{TITLE}]({ADDRESS})"
             path = write_document(str(config.document), [root / name for name in DOCUMENT], paper=paper)
             print(f"Document: {path}")
+        if failed:
+            reasons = "; ".join(f"{name} ({reason})" for name, reason in failed.items())
+            raise ValueError(f"{len(failed)} of {len(names)} studies failed: {reasons}")
 
 
 @dataclass(frozen=True)
@@ -154,9 +166,12 @@ class Reproduction:
                 continue
             try:
                 ready.results.append(self.runner.run(cell))
-            except _NOT_RUN as error:
-                reason = " ".join(str(error).split())
-                log.warning("cell %s was not run: %s", cell.name, reason)
+            except CellConfigError:
+                raise  # what was typed is wrong, and would replace a finished study by one without numbers
+            except Exception as error:  # whatever is wrong with one cell, the others stand
+                reason = _reason(error)
+                expected = isinstance(error, _EXPECTED)
+                log.warning("cell %s was not run: %s", cell.name, reason, exc_info=not expected)
                 ready.missing.append((cell, reason))
         return ready
 
@@ -274,6 +289,11 @@ def _by_label(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarra
 
 def _stem(label: str) -> str:
     return "_".join("".join(letter if letter.isalnum() else " " for letter in label).split())
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line; what is expected to happen says enough without the name of its class."""
+    return " ".join(str(error).split()) if isinstance(error, _EXPECTED) else describe_error(error)
 
 
 def describe_machine() -> str:
