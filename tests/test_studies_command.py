@@ -317,13 +317,33 @@ def test_another_scale_ends_with_one_sentence(hydra, tmp_path, capsys):
     assert "scale must be small or paper" in capsys.readouterr().err
 
 
+TOY_SIMULATION = {
+    "dim": 16, "n_train": 60, "n_test": 30, "seeds": 1, "sweep_dims": "[4,16]", "sweep_sigmas": "[0.25,0.5]",
+    "sweep_seeds": 1, "sweep_n_train": 60, "network_width": 8, "network_seeds": 1,
+}  # fmt: skip
+
+
+def toy_simulation(**changes):
+    options = TOY_SIMULATION | changes
+    return "extra=[" + ",".join(f'"simulation.{name}={value}"' for name, value in options.items()) + "]"
+
+
+def test_the_seed_reaches_the_simulation(hydra, tmp_path, monkeypatch):
+    toy_cells(monkeypatch, None, None)
+    quick = toy_simulation(sweep_dims="[4]", sweep_sigmas="[0.5]", network_activations="[relu]", seeds=2)
+    seen = {}
+    for seed in (0, 7):
+        run(make_config(tmp_path, "study=[simulation,spectrum]", f"seed={seed}", quick))
+        rows = read_rows(tmp_path / "small" / "simulation" / "rows.csv")
+        assert {row.seed for row in rows} == {seed, seed + 1}
+        spectra = read_rows(tmp_path / "small" / "spectrum" / "rows.csv")
+        assert seed in {row.seed for row in spectra if row.benchmark == "simulation"}
+        seen[seed] = [row.value for row in rows if row.detector == "mahalanobis"]
+    assert seen[0] != seen[7]
+
+
 def test_simulation_from_the_command_to_the_document(hydra, tmp_path):
-    sizes = {
-        "dim": 16, "n_train": 60, "n_test": 30, "seeds": 1, "sweep_dims": "[4,16]", "sweep_sigmas": "[0.25,0.5]",
-        "sweep_seeds": 1, "sweep_n_train": 60, "network_width": 8, "network_seeds": 1,
-    }  # fmt: skip
-    extra = ",".join(f'"simulation.{name}={value}"' for name, value in sizes.items())
-    run(make_config(tmp_path, "study=simulation", f"extra=[{extra}]", f"document='{tmp_path}/R.md'"))
+    run(make_config(tmp_path, "study=simulation", toy_simulation(), f"document='{tmp_path}/R.md'"))
     folder = tmp_path / "small" / "simulation"
     for name in ("rows.csv", "arrays.npz", "comparison.md", "comparison.tex", "study.json"):
         assert (folder / name).is_file()

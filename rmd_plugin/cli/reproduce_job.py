@@ -102,7 +102,7 @@ class Reproduction:
         part = node[self.config.scale]
         options: dict[str, Any] = OmegaConf.to_container(part.get("options") or OmegaConf.create({}))  # type: ignore[assignment]
         if name == _SIMULATION:
-            result = simulation.run(**(options | self._toy_options()))
+            result = simulation.run(**(options | {"seed": int(self.config.seed)} | self._toy_options()))
             ready = _Ready([], [])
         else:
             ready = self._cells(name, part.get("cells") or [])
@@ -189,9 +189,8 @@ class Reproduction:
         return Cell.from_config(node, study=study, scale=scale, seed=int(self.config.seed), extra=extra)
 
     def _simulated(self) -> dict[str, Any]:
-        return {
-            key: value for key, value in self._toy_options().items() if key in ("dim", "sigma", "n_train", "n_test")
-        }
+        options = {"seed": int(self.config.seed)} | self._toy_options()
+        return {name: options[name] for name in ("dim", "sigma", "n_train", "n_test", "seed") if name in options}
 
     def _study(self, name: str, ready: _Ready, options: dict[str, Any], absent: Sequence[Any]) -> StudyResult:
         if name in ("table1", "table2", "table3"):

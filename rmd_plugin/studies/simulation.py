@@ -192,6 +192,7 @@ def run(
     network_width: int = 1024,
     network_epochs: int = 1,
     network_seeds: int = 3,
+    seed: int = 0,
 ) -> StudyResult:
     """The whole study: histograms, the AUROC over seeds, both sweeps, the one-layer network.
 
@@ -209,29 +210,30 @@ def run(
         network_width: hidden units of the one-layer network.
         network_epochs: passes over its training samples.
         network_seeds: repetitions with the network.
+        seed: seed of the first repetition; the others count up from it.
     """
     result = StudyResult("simulation")
     areas: dict[str, list[float]] = {name: [] for name in _DETECTORS}
     hidden: dict[tuple[str, str], list[float]] = {}
-    for seed in range(seeds):
-        features = simulated_features(dim=dim, sigma=sigma, n_train=n_train, n_test=n_test, seed=seed)
+    for count in range(seeds):
+        features = simulated_features(dim=dim, sigma=sigma, n_train=n_train, n_test=n_test, seed=seed + count)
         scores = score_both(features)
         for name, (known, unknown) in scores.items():
             areas[name].append(area_under_roc(known, unknown))
             result.rows.append(features.row(name, areas[name][-1]))
-        if seed == 0:
+        if count == 0:
             result.arrays |= _first_seed(features, scores)
-        for activation in network_activations if seed < network_seeds else ():
+        for activation in network_activations if count < network_seeds else ():
             learned = network_features(features, activation=activation, width=network_width, epochs=network_epochs)
             for name, (known, unknown) in score_both(learned).items():
                 area = area_under_roc(known, unknown)
                 hidden.setdefault((activation, name), []).append(area)
                 result.rows.append(learned.row(name, area))
-                if seed == 0:
+                if count == 0:
                     result.arrays[f"{activation}/{name}/known"] = as_array(known)
                     result.arrays[f"{activation}/{name}/unknown"] = as_array(unknown)
 
-    common = {"seeds": range(sweep_seeds), "n_train": sweep_n_train, "n_test": n_test}
+    common = {"seeds": range(seed, seed + sweep_seeds), "n_train": sweep_n_train, "n_test": n_test}
     for name, values in (("dim", sweep_dims), ("sigma", sweep_sigmas)):
         rows, arrays = sweep(name, values, dim=dim, sigma=sigma, **common)  # type: ignore[arg-type]
         result.rows += rows
