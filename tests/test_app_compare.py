@@ -265,10 +265,29 @@ def test_a_mistake_is_one_clear_line_and_the_folder_says_failed(arguments, compl
     assert complaint in status["reason"]
 
 
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("benchmark=features", "benchmark=features needs benchmark.path: give benchmark.path=VALUE."),
+        ("backbone=timm", "backbone=timm needs backbone.name: give backbone.name=VALUE."),
+    ],
+)
+def test_a_choice_that_needs_a_value_asks_for_it(choice, expected, run, capsys):
+    with pytest.raises(SystemExit):
+        run(choice, "detector=[rmd]", tiny=False)
+    assert capsys.readouterr().err == f"rmd-compare: {expected}\n"
+
+
 def test_a_missing_file_is_one_clear_line(run, capsys):
     with pytest.raises(SystemExit):
         run("benchmark=features", "benchmark.path=nothing.npz", "detector=[rmd]", tiny=False)
     assert capsys.readouterr().err.startswith("rmd-compare: no file of features: looked for nothing.npz")
+
+
+def test_a_seed_that_is_no_number_is_one_clear_line(run, capsys):
+    with pytest.raises(SystemExit):
+        run("seed=abc", "detector=[rmd]")
+    assert capsys.readouterr().err == "rmd-compare: seed must be a whole number, got 'abc'.\n"
 
 
 def test_an_unknown_choice_lists_the_choices(tmp_path):

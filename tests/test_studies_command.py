@@ -17,12 +17,14 @@ from pytorch_lightning.utilities.warnings import PossibleUserWarning
 
 from rmd_plugin.backbones.small import MLP, SmallCNN
 from rmd_plugin.benchmarks import Digits
+from rmd_plugin.cli import reproduce_job
 from rmd_plugin.cli.cells import AccuracyRecorder, Cell, CellJob, CellResult, CellRunner
 from rmd_plugin.cli.configs import register_resolvers
 from rmd_plugin.cli.experiments import STUDIES, chosen_studies, load_experiment
 from rmd_plugin.cli.reproduce_job import Reproduction, run
 from rmd_plugin.functional import NumericalWarning
 from rmd_plugin.rows import read_rows
+from rmd_plugin.run_folder import RunFolder
 from rmd_plugin.studies import spectrum
 from rmd_plugin.studies.paper import TABLES
 from rmd_plugin.studies.simulation import simulated_features
@@ -328,8 +330,62 @@ def toy_simulation(**changes):
     return "extra=[" + ",".join(f'"simulation.{name}={value}"' for name, value in options.items()) + "]"
 
 
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (toy_simulation(bogus=1), "there is no option simulation.bogus. There are, after 'simulation.': dim, sigma"),
+        (toy_simulation(dim="large"), "simulation.dim must be a whole number, got 'large'."),
+        (toy_simulation(sigma="[1]"), "simulation.sigma must be a number, got [1]."),
+        (toy_simulation(sweep_dims=4), "simulation.sweep_dims must be several values in brackets, [a,b], got 4."),
+        ("seed=abc", "seed must be a whole number, got 'abc'."),
+    ],
+)
+def test_options_of_the_wrong_kind_end_with_one_sentence(hydra, tmp_path, capsys, override, sentence):
+    with pytest.raises(SystemExit) as end:
+        run(make_config(tmp_path, "study=simulation", override))
+    assert end.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"rmd-reproduce: {sentence}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("command", "option"), [("reproduce", "output"), ("compare", "hydra.run.dir")])
+def test_a_folder_that_cannot_be_written_to_ends_with_one_sentence(tmp_path, command, option):
+    tmp_path.joinpath("file").touch()
+    words = [f"{option}={tmp_path}/file/folder", *(["study=table1"] if command == "reproduce" else [])]
+    made = subprocess.run(
+        [sys.executable, "-m", f"rmd_plugin.cli.{command}", *words],
+        cwd=CONF.parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert made.returncode == 1
+    expected = f"cannot write to {tmp_path}/file/folder: Not a directory. Give another {option}=FOLDER."
+    assert made.stderr == f"rmd-{command}: {expected}\n"
+
+
+def damaged_cell(tmp_path, *, done):
+    runner = CellRunner(tmp_path)
+    cell = Cell("digits", ("benchmark=digits", "backbone=mlp", "detector=[rmd,mahalanobis,msp]", *QUICK))
+    folder = RunFolder(tmp_path / "cells" / cell.key)
+    weights = folder.path / "checkpoints" / "last.ckpt"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"PK\x03\x04 and then the disk was full")
+    if done:
+        folder.finish()
+    with pytest.raises(ValueError, match=r"last\.ckpt is damaged") as error:
+        runner.run(cell)
+    return str(error.value), folder
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_damaged_checkpoint_of_a_cell_is_one_sentence_with_the_remedy(hydra, tmp_path, done):
+    sentence, folder = damaged_cell(tmp_path, done=done)
+    assert sentence.endswith(f"Delete {folder.path} to run the cell again.")
+    assert "weights_only" not in sentence
+
+
 def test_the_seed_reaches_the_simulation(hydra, tmp_path, monkeypatch):
     toy_cells(monkeypatch, None, None)
+    monkeypatch.setattr(reproduce_job, "make_figures", lambda result: {})
     quick = toy_simulation(sweep_dims="[4]", sweep_sigmas="[0.5]", network_activations="[relu]", seeds=2)
     seen = {}
     for seed in (0, 7):

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.callbacks import Callback
 from torch import Tensor
 
+from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.base import evaluating
 from rmd_plugin.catalogue import Sources, prepare
 from rmd_plugin.cli.assembly import make_detectors
@@ -186,6 +188,26 @@ class CellJob(Job):
             self._pretrain()  # with resume it loads the finished stage
         elif self.config.ckpt_path is not None:
             self._load(Path(self.config.ckpt_path))
+
+    def _load(self, path: Path) -> None:
+        try:
+            super()._load(path)
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # torch's readers raise nearly every kind on garbage
+            raise self._damaged(path) from error
+
+    def _last(self, name: str) -> Path | None:
+        path = super()._last(name)
+        # the end of the archive is what a killed process or a full disk leaves out
+        if path is not None and not zipfile.is_zipfile(path):
+            raise self._damaged(path)
+        return path
+
+    def _damaged(self, path: Path) -> CheckpointError:
+        own = self.folder.path.resolve() in path.resolve().parents
+        remedy = f"Delete {self.folder.path} to run the cell again" if own else "Fetch or train it again"
+        return CheckpointError(f"{path} is damaged, or belongs to another network. {remedy}.")
 
     def _monitored(self) -> dict[str, Any]:
         # with the head: figure 3 has MSP, which works on logits

@@ -19,6 +19,7 @@ from rmd_plugin.cli.assembly import (
     one_clear_error,
     run_names,
 )
+from rmd_plugin.cli.options import whole_number
 from rmd_plugin.comparison import Comparison, compare
 from rmd_plugin.extraction import Extractor
 from rmd_plugin.feature_cache import FeatureCache
@@ -39,6 +40,7 @@ def run(config: DictConfig) -> None:
     # some detectors tell how their fit went; the table has what counts
     logging.getLogger("pytorch_ood").setLevel(logging.WARNING)
     with one_clear_error("rmd-compare"):
+        whole_number(config.seed, "seed")
         benchmark, backbone = run_names(config)
         folder = RunFolder(config.paths.output_dir)
         about: dict[str, str | int] = {"benchmark": benchmark, "backbone": backbone, "seed": int(config.seed)}
@@ -52,6 +54,11 @@ def run(config: DictConfig) -> None:
 
 
 def _compare(config: DictConfig, benchmark_name: str, backbone_name: str, folder: RunFolder) -> Comparison:
+    # the number of input features is found from the data
+    missing = sorted(OmegaConf.missing_keys(config.benchmark) | OmegaConf.missing_keys(config.backbone))
+    if missing := [key for key in missing if key != "backbone.in_features"]:
+        group = missing[0].partition(".")[0]
+        raise ValueError(f"{group}={config.names[group]} needs {' and '.join(missing)}: give {missing[0]}=VALUE.")
     detectors = make_detectors(config)
     device = choose_device(str(config.device))
     benchmark = make_benchmark(config)

@@ -20,6 +20,7 @@ from rmd_plugin.atomic import replacing
 from rmd_plugin.cli.assembly import one_clear_error
 from rmd_plugin.cli.cells import Cell, CellConfigError, CellResult, CellRunner
 from rmd_plugin.cli.experiments import DOCUMENT, SCALES, check_cells, chosen_studies, load_experiment, reproduce_command
+from rmd_plugin.cli.options import check_options, whole_number
 from rmd_plugin.provenance import collect_versions
 from rmd_plugin.reporting import study_figures as draw
 from rmd_plugin.reporting.reproduction import StudySummary, comparison_table, write_document
@@ -51,7 +52,9 @@ def run(config: DictConfig) -> None:
         if config.scale not in SCALES:
             raise ValueError(f"scale must be small or paper, got {config.scale!r}.")
         names = chosen_studies(config.study)
+        whole_number(config.seed, "seed")
         check_cells(names, str(config.scale), config.cells)
+        check_options(simulation.run, toy_options(config), "simulation.")
         root = Path(str(config.output))
         runner = CellRunner(
             root, data_dir=config.paths.data_dir, cache_dir=config.cache_dir, resamples=config.resamples
@@ -102,7 +105,7 @@ class Reproduction:
         part = node[self.config.scale]
         options: dict[str, Any] = OmegaConf.to_container(part.get("options") or OmegaConf.create({}))  # type: ignore[assignment]
         if name == _SIMULATION:
-            result = simulation.run(**(options | {"seed": int(self.config.seed)} | self._toy_options()))
+            result = simulation.run(**(options | {"seed": int(self.config.seed)} | toy_options(self.config)))
             ready = _Ready([], [])
         else:
             ready = self._cells(name, part.get("cells") or [])
@@ -144,13 +147,6 @@ class Reproduction:
         config = self.config
         return reproduce_command(name, config.scale, seed=config.seed, cells=config.cells, extra=config.extra)
 
-    def _toy_options(self) -> dict[str, Any]:
-        """Options of the simulation that ``extra`` names as ``simulation.NAME=VALUE``."""
-        found = [
-            str(text).removeprefix("simulation.") for text in self.config.extra if str(text).startswith("simulation.")
-        ]
-        return dict(OmegaConf.to_container(OmegaConf.from_dotlist(found)))  # type: ignore[arg-type]
-
     def _cells(self, study: str, nodes: Sequence[Any]) -> _Ready:
         ready = _Ready([], [])
         for node in nodes:
@@ -189,7 +185,7 @@ class Reproduction:
         return Cell.from_config(node, study=study, scale=scale, seed=int(self.config.seed), extra=extra)
 
     def _simulated(self) -> dict[str, Any]:
-        options = {"seed": int(self.config.seed)} | self._toy_options()
+        options = {"seed": int(self.config.seed)} | toy_options(self.config)
         return {name: options[name] for name in ("dim", "sigma", "n_train", "n_test", "seed") if name in options}
 
     def _study(self, name: str, ready: _Ready, options: dict[str, Any], absent: Sequence[Any]) -> StudyResult:
@@ -224,6 +220,12 @@ class Reproduction:
         nodes = [node for node in load_experiment(name)["paper"].get("cells") or [] if not isinstance(node, str)]
         cells = [Cell.from_config(node, study=name, scale="paper") for node in nodes]
         return {f"{cell.benchmark}, {cell.backbone}": cell.command for cell in cells if cell.benchmark}
+
+
+def toy_options(config: DictConfig) -> dict[str, Any]:
+    """Options of the simulation that ``extra`` names as ``simulation.NAME=VALUE``."""
+    found = [str(text).removeprefix("simulation.") for text in config.extra if str(text).startswith("simulation.")]
+    return dict(OmegaConf.to_container(OmegaConf.from_dotlist(found)))  # type: ignore[arg-type]
 
 
 def make_figures(result: StudyResult) -> Figures:
