@@ -77,7 +77,7 @@ def test_absent_data_is_one_error_that_names_the_remedy(name, tmp_path):
     cause = caught.value.__cause__
     assert isinstance(cause, DataNotFoundError)
     assert str(tmp_path) in str(cause)
-    assert "download=True" in str(cause)
+    assert "download=True (benchmark.download=true on the command line)" in str(cause)
 
 
 def test_features_are_built_from_a_path(tmp_path):

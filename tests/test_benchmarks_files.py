@@ -129,6 +129,25 @@ def test_arrays_come_back_as_they_were_saved(tmp_path):
     np.testing.assert_array_equal(read_npy(tmp_path / "a.npy", mmap=True), arrays["a"])
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_truncated_npz_is_refused_with_the_place_where_it_ends(tmp_path, save):
+    save(tmp_path / "whole.npz", first=np.arange(50), second=np.arange(100))
+    whole, path = (tmp_path / "whole.npz").read_bytes(), tmp_path / "cut.npz"
+    with zipfile.ZipFile(tmp_path / "whole.npz") as archive:
+        start, index = archive.getinfo("second.npy").header_offset, archive.start_dir
+    for size, offset, reason in (
+        (start - 1, start - 1, "ends inside array 'first', which starts at byte 0"),
+        (start + 10, start + 10, f"ends inside the member that starts at byte {start}"),
+        (index - 1, index - 1, f"ends inside array 'second', which starts at byte {start}"),
+        (index + 5, index, "the index after its arrays"),
+        (0, 0, "not a readable npz"),
+    ):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataFormatError, match=reason) as caught:
+            read_npz(path)
+        assert caught.value.offset == offset
+
+
 def test_pickled_objects_in_npz_npy_and_pt_are_refused_and_never_run(tmp_path):
     target = tmp_path / "boom"
     objects = np.array([Bomb(target)], dtype=object)

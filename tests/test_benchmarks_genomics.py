@@ -178,7 +178,10 @@ def test_reads_of_another_form_are_refused_with_file_and_place(tmp_path, content
 def test_absent_or_partial_published_data_is_one_error_with_the_remedy(tmp_path):
     with pytest.raises(DataNotFoundError) as caught:
         Genomics(data_dir=tmp_path)
-    assert all(word in str(caught.value) for word in (TRAIN, "download=True", "source=genomes", str(tmp_path)))
+    assert all(
+        word in str(caught.value)
+        for word in (TRAIN, "download=True", "benchmark.download=true", "benchmark.source=genomes", str(tmp_path))
+    )
     write_published(tmp_path / "genomics_ood", [TRAIN, VAL])
     with pytest.raises(DataNotFoundError, match=f"incomplete: {OOD_VAL} is missing"):
         Genomics(data_dir=tmp_path)

@@ -49,9 +49,10 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
                 warnings.filterwarnings("ignore", message="Detected pickle protocol")
                 content = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
+            # not torch's own words: they advise to turn the protection off
             raise CheckpointError(
-                f"{path} holds more than tensors, or is damaged, and is refused: {_first_line(error)} "
-                "Save it again with torch.save(model.state_dict(), path)."
+                f"{path} holds more than tensors and plain values, or is damaged, and is refused: loading it could run "
+                "code. Save it again with torch.save(model.state_dict(), path), or fetch it again."
             ) from error
         except (RuntimeError, EOFError, ValueError, KeyError, IndexError, OSError) as error:
             raise CheckpointError(f"{path} is not a readable checkpoint: {_first_line(error)}") from error

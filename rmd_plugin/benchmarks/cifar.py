@@ -164,7 +164,7 @@ def load_cifar(folder: Path, dataset: str, *, train: bool, download: bool = Fals
         if not download:
             raise DataNotFoundError(
                 f"{dataset} is not there: looked for torchvision's folder {batches} and for {npz}. Set download=True "
-                f"to fetch {published.url}, or put one of the two there."
+                f"(benchmark.download=true on the command line) to fetch {published.url}, or put one of the two there."
             )
         archive = folder / published.filename
         fetch(Remote(published.url, published.tgz_md5, "md5", size=1 << 28), archive)

@@ -92,8 +92,9 @@ class CLINC150(OODBenchmark):
         if not path.is_file():
             if not download:
                 raise DataNotFoundError(
-                    f"CLINC150 ({variant}) is not there: looked for {path}. Set download=True to fetch it "
-                    f"from {_URL}, or put data_{variant}.json of github.com/clinc/oos-eval there."
+                    f"CLINC150 ({variant}) is not there: looked for {path}. Set download=True "
+                    f"(benchmark.download=true on the command line) to fetch it from {_URL}, "
+                    f"or put data_{variant}.json of github.com/clinc/oos-eval there."
                 )
             fetch(Remote(f"{_URL}/{path.name}", _SHA256[variant], size=1 << 24), path)
         parts = read_clinc(path)

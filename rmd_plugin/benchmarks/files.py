@@ -29,6 +29,9 @@ _CHUNK = 1 << 20
 # a decompression bomb must not take the machine down; features of 32 GiB do not belong into one npz
 _MAX_ARRAY_BYTES = 1 << 35
 
+# a member of a zip archive begins so: signature, 5 short fields, 3 long ones (CRC, packed and unpacked size), 2 lengths
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+
 # what zipfile, zlib and numpy's header parser raise on garbage
 _PARSE_ERRORS = (
     ValueError,
@@ -71,7 +74,7 @@ def resolve_data_dir(data_dir: str | Path | None, wanted: str) -> Path:
         raise DataNotFoundError(
             f"{wanted} is looked for in a data folder, but data_dir is not given and the environment variable "
             f"{DATA_DIR_VARIABLE} is not set. "
-            f"Pass data_dir=FOLDER or export {DATA_DIR_VARIABLE}=FOLDER."
+            f"Pass data_dir=FOLDER (paths.data_dir=FOLDER on the command line) or export {DATA_DIR_VARIABLE}=FOLDER."
         )
     return Path(chosen).expanduser()
 
@@ -244,8 +247,40 @@ def read_npz(
     except FileNotFoundError:
         raise
     except _PARSE_ERRORS as error:
-        raise DataFormatError(path, f"is not a readable npz file: {_brief(error)}") from None
+        # where the file system has the last word (no permission, a folder) there is nothing to look at
+        reason, offset = _where_cut(path) if os.path.isfile(path) and os.access(path, os.R_OK) else ("", None)
+        raise DataFormatError(path, f"is not a readable npz file: {reason or _brief(error)}", offset) from None
     return arrays
+
+
+def _where_cut(path: str | Path) -> tuple[str, int | None]:
+    """Where an archive without a readable index ends, found by going from member to member.
+
+    Returns:
+        What is wrong, and at which byte; an empty text and None if the members do not tell.
+    """
+    size, start = os.path.getsize(path), 0
+    with open(path, "rb") as stream:
+        while True:
+            stream.seek(start)
+            header = stream.read(_LOCAL_HEADER.size)
+            if len(header) < 4 or header[:4] != b"PK\x03\x04":
+                break
+            if len(header) < _LOCAL_HEADER.size:
+                return f"it ends inside the member that starts at byte {start}", size
+            fields = _LOCAL_HEADER.unpack(header)
+            packed, name_size, extra_size = fields[7], fields[9], fields[10]
+            name = stream.read(name_size).decode("utf-8", "replace").removesuffix(".npy")
+            extra = stream.read(extra_size)
+            if packed == 0xFFFFFFFF and len(extra) >= 20:
+                packed = int.from_bytes(extra[12:20], "little")  # numpy writes sizes as 64 bits, after the unpacked one
+            end = start + _LOCAL_HEADER.size + name_size + extra_size + packed
+            if end > size:
+                return f"it ends inside array {name!r}, which starts at byte {start}", size
+            start = end
+    if start == 0:
+        return "", 0
+    return "the index after its arrays is damaged or cut off", start
 
 
 def _read_member(
@@ -284,8 +319,10 @@ def read_pt(path: str | Path) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's legacy reader raises nearly every kind on garbage
-        raise DataFormatError(path, f"torch.load(weights_only=True) refuses it: {_brief(error)}") from None
+    except Exception:  # torch's legacy reader raises nearly every kind on garbage
+        raise DataFormatError(
+            path, "is damaged, or holds more than tensors, and torch.load(weights_only=True) refuses it"
+        ) from None
     if not isinstance(loaded, dict):
         raise DataFormatError(path, f"holds a {type(loaded).__name__}; a dict of tensors is expected")
     for key, value in loaded.items():

@@ -148,8 +148,8 @@ class Genomics(OODBenchmark):
             if not download:
                 raise DataNotFoundError(
                     f"the Genomics OOD benchmark is not there: looked for {self.folder / _TRAIN}/*.tfrecord and "
-                    f"{self.folder / _TRAIN}.txt. Set download=True to fetch {_ZIP.url}, or use source=genomes with a "
-                    "folder of FASTA genomes."
+                    f"{self.folder / _TRAIN}.txt. Set download=True (benchmark.download=true on the command line) to "
+                    f"fetch {_ZIP.url}, or source='genomes' (benchmark.source=genomes) for a folder of FASTA genomes."
                 )
             archive = fetch(_ZIP, self.folder.parent / "genomics_ood.zip")
             extract(archive, self.folder)
