@@ -101,6 +101,28 @@ def test_histograms_count_every_score_and_name_every_set(scores, rows):
     assert all(patch.get_data().values.sum() == pytest.approx(1) for patch in axes.patches)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_names_in_a_histogram_lie_on_no_curve_and_on_no_other_name(seed):
+    rng = np.random.default_rng(seed)
+    shapes = {"test": rng.gamma(1.0, 1.0, 300), "six": rng.normal(3, 2, 300), "noise": rng.normal(1.5, 0.7, 300)}
+    mixed = {name: {key: values * (-1) ** k for key, values in shapes.items()} for k, name in enumerate(DETECTORS)}
+    mine = [Row("d", name, "b", d, 0, "AUROC", 0.5, distance=far) for d in DETECTORS for name, far in SETS.items()]
+    figure = histogram_figure(mixed, mine, detectors=DETECTORS)
+    figure.canvas.draw()
+    for axes in figure.axes[: len(DETECTORS)]:
+        boxes = [text.get_window_extent().transformed(axes.transData.inverted()) for text in axes.texts]
+        assert len(boxes) == 3
+        (left, right), (_, top) = axes.get_xlim(), axes.get_ylim()
+        for place, box in enumerate(boxes):
+            assert left <= box.x0 < box.x1 <= right
+            assert box.y1 <= top
+            assert not any(box.overlaps(other) for other in boxes[:place])
+            for curve in axes.patches:
+                heights, edges, _ = curve.get_data()
+                below = (edges[1:] > box.x0) & (edges[:-1] < box.x1)
+                assert heights[below].max() <= box.y0
+
+
 def test_wild_scores_do_not_squeeze_the_histogram(scores, rows):
     wild = {"rmd": {**scores["rmd"], "six": np.append(scores["rmd"]["six"], [1e30, np.inf])}}
     (axes,) = histogram_figure(wild, rows, detectors=["rmd"]).axes

@@ -48,6 +48,7 @@ td.best strong { color: var(--accent); }
 .detail { display: block; color: var(--quiet); font-size: .8rem; font-weight: 400; }
 td.left:not(:first-child) { white-space: normal; }
 td.left:last-child { min-width: 15rem; }
+td.wrap, td.wrap.left:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 9rem; }
 .notes { color: var(--quiet); font-size: .88rem; padding-left: 1.1rem; margin: .6rem 0 0; max-width: 60rem; }
 .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1.25rem;
   margin: 1rem 0; }

@@ -154,7 +154,7 @@ def roc_figure(
 def histogram_figure(
     scores: Scores, rows: Sequence[Row], *, detectors: Sequence[str] | None = None, title: str = ""
 ) -> Figure:
-    """Histograms of the scores, one panel per detector: in-distribution filled, OOD sets as lines named at their peak.
+    """Histograms of the scores, one panel per detector: in-distribution filled, OOD sets as lines named in place.
 
     Scores beyond the outer half percent are counted in the outermost bins: a few wild ones do not squeeze the rest.
 
@@ -180,7 +180,7 @@ def histogram_figure(
             mine = scores[detector]
             order = [ID, *(name for name, _ in _near_first(distances) if name in mine)]
             edges = _edges([mine[name] for name in order])
-            peaks = []
+            curves = []
             for name in order:
                 heights, _ = np.histogram(np.clip(mine[name], edges[0], edges[-1]), bins=edges)
                 density = heights / max(heights.sum(), 1)
@@ -190,9 +190,8 @@ def histogram_figure(
                 )
                 if name == ID:
                     axes.stairs(density, edges, color=colour, linewidth=1.2)
-                peak = int(density.argmax())
-                peaks.append((float(edges[peak : peak + 2].mean()), float(density[peak]), _set_name(name), colour))
-            _peak_labels(axes, peaks, edges)
+                curves.append((_set_name(name), colour, density))
+            _curve_labels(axes, curves, edges)
             near = means.get(detector, {}).get("near", math.nan)
             axes.set_title(
                 label(detector) + ("" if math.isnan(near) else f", near AUROC {100 * near:.1f}"), fontsize=SMALL + 1
@@ -277,21 +276,38 @@ def _rank_labels(axes: Axes, entries: Sequence[tuple[float, str, LineStyle]]) ->
         axes.text(0.52, height, text, va="center", fontsize=SMALL, color=str(style["color"]))
 
 
-def _peak_labels(axes: Axes, peaks: Sequence[tuple[float, float, str, str]], edges: np.ndarray) -> None:
-    """Each name above its own peak, raised where it would meet another name."""
-    top = max(height for _, height, _, _ in peaks)
-    width = float(edges[-1] - edges[0])
+def _curve_labels(axes: Axes, curves: Sequence[tuple[str, str, np.ndarray]], edges: np.ndarray) -> None:
+    """Each name in free space above its own curve: never across a curve, never across another name.
+
+    Of all places along the upper half of its curve a name takes the one where least lies between the two.
+
+    Args:
+        axes: the panel.
+        curves: name, colour and heights (B,) of every curve.
+        edges: edges of the bins, shape (B + 1,).
+    """
+    skyline = np.max([heights for _, _, heights in curves], axis=0)
+    top, width = float(skyline.max()), float(edges[-1] - edges[0])
     line = 0.115 * top
     placed: list[tuple[float, float, float]] = []
-    for x, height, name, colour in sorted(peaks, key=lambda peak: peak[1]):
-        half = 0.017 * len(name) * width
-        # a name never leaves the panel
-        centre = min(max(x, float(edges[0]) + half), float(edges[-1]) - half)
-        y = height + 0.03 * top
-        while any(abs(centre - other) < half + reach and abs(y - level) < line for other, level, reach in placed):
-            y += 0.25 * line
-        placed.append((centre, y, half))
-        text = axes.text(centre, y, name, color=colour, ha="center", va="bottom", fontsize=SMALL - 1, fontweight="bold")
+    for name, colour, heights in sorted(curves, key=lambda curve: float(curve[2].max())):
+        half = (0.006 + 0.0115 * len(name)) * width
+        found: list[tuple[float, float, float]] = []
+        for place in np.flatnonzero(heights >= 0.4 * heights.max()):
+            # centred on the bin, or beginning or ending with it
+            for anchor in (edges[place : place + 2].mean(), edges[place] + half, edges[place + 1] - half):
+                # a name never leaves the panel
+                x = min(max(float(anchor), float(edges[0]) + half), float(edges[-1]) - half)
+                slack = 1e-9 * width  # a bin that only touches the name does not lie below it
+                below = (edges[1:] > x - half + slack) & (edges[:-1] < x + half - slack)
+                y = float(skyline[below].max()) + 0.03 * top
+                while any(abs(x - other) < half + reach and abs(y - level) < line for other, level, reach in placed):
+                    y += 0.25 * line
+                # the higher its curve there, the better: a name belongs to a peak
+                found.append((y - 1.5 * float(heights[place]), x, y))
+        _, x, y = min(found)
+        placed.append((x, y, half))
+        text = axes.text(x, y, name, color=colour, ha="center", va="bottom", fontsize=SMALL - 1, fontweight="bold")
         text.set_path_effects([withStroke(linewidth=3, foreground="white")])
     axes.set_ylim(0, max(level for _, level, _ in placed) + 1.3 * line)
     axes.set_xlim(float(edges[0]), float(edges[-1]))

@@ -175,7 +175,12 @@ def runs_table(runs: Sequence[Run], *, title: str = "Runs", base: Path | None = 
         title: heading.
         base: folder that paths are shown relative to, where they lie below it.
     """
-    columns = [Column("Run", "left"), Column("What", "left"), Column("Outcome", "left"), Column("Reason", "left")]
+    columns = [
+        Column("Run", "left", wrap=True),
+        Column("What", "left", wrap=True),
+        Column("Outcome", "left"),
+        Column("Reason", "left"),
+    ]
     cells = [[Cell(_relative(run.path, base)), Cell(run.name), Cell(run.outcome), Cell(run.reason)] for run in runs]
     return Table(columns, cells, title=title)
 

@@ -37,11 +37,13 @@ class Column:
         title: its name.
         align: side on which its cells stand.
         detail: small print beside the name, for example a unit.
+        wrap: break its cells anywhere where a page is narrow: for paths, which may be long and hold no space.
     """
 
     title: str
     align: Align = "right"
     detail: str = ""
+    wrap: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,25 +144,27 @@ def to_latex(table: Table, *, label: str = "") -> str:
 def to_html(table: Table) -> str:
     """The table as an HTML fragment without style: ``<figure class="table">`` with caption, table and notes.
 
-    Classes for a style sheet: ``best`` (bold cells), ``detail`` (small print), ``left`` (names), ``notes``.
+    Classes for a style sheet: ``best`` (bold cells), ``detail`` (small print), ``left`` (names), ``wrap`` (long
+    paths), ``notes``.
     """
 
-    def cell(item: Cell, tag: str, align: Align) -> str:
-        classes = " ".join(["left"] * (align == "left") + ["best"] * item.bold)
+    def cell(item: Cell, tag: str, column: Column) -> str:
+        wrapped = column.wrap and tag == "td"
+        classes = " ".join(["left"] * (column.align == "left") + ["wrap"] * wrapped + ["best"] * item.bold)
         attributes = (' scope="col"' if tag == "th" else "") + (f' class="{classes}"' if classes else "")
         main = html.escape(item.text)
         main = f"<strong>{main}</strong>" if item.bold and main else main
         detail = f' <span class="detail">{html.escape(item.detail)}</span>' if item.detail else ""
         return f"<{tag}{attributes}>{main}{detail}</{tag}>"
 
-    aligns = [column.align for column in table.columns]
-    heads = [cell(Cell(column.title, detail=column.detail), "th", column.align) for column in table.columns]
+    heads = [cell(Cell(column.title, detail=column.detail), "th", column) for column in table.columns]
     lines = ['<figure class="table">']
     if table.title:
         lines.append(f"<figcaption>{html.escape(table.title)}</figcaption>")
     lines += ["<table>", f"<thead><tr>{''.join(heads)}</tr></thead>", "<tbody>"]
     for row in table.rows:
-        lines.append(f"<tr>{''.join(cell(item, 'td', side) for item, side in zip(row, aligns, strict=True))}</tr>")
+        cells = [cell(item, "td", column) for item, column in zip(row, table.columns, strict=True)]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
     lines += ["</tbody>", "</table>"]
     if table.notes:
         lines.append(f'<ul class="notes">{"".join(f"<li>{html.escape(note)}</li>" for note in table.notes)}</ul>')
