@@ -206,3 +206,24 @@ def test_the_small_cnn_learns_the_digits() -> None:
             optimizer.step()
     accuracy = (backbone.eval()(x[test]).argmax(dim=1) == y[test]).float().mean()
     assert accuracy > 0.95
+
+
+def test_efficientnet_gives_the_same_features_in_either_memory_layout_and_leaves_its_input_alone() -> None:
+    torch.manual_seed(0)
+    encoder = EfficientNetLite0(pretrained=False).encoder
+    x = torch.randn(4, 3, 64, 64)
+    kept = x.clone()
+    # training mode keeps the layout; with the normalisations in evaluation mode it computes the same
+    for module in encoder.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(module.running_mean, -0.1, 0.1)
+            module.eval()
+    with torch.no_grad():
+        plain = encoder(x)
+        fast = encoder.eval()(x)
+    assert torch.equal(x, kept)
+    assert fast.is_contiguous()
+    torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5 * float(plain.abs().max()))
+    # activations in place must not be what gradients need
+    encoder.train()(x).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in encoder.parameters())

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,8 +53,9 @@ class _Block(nn.Module):
         self.bn2 = _normalisation(channels_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = F.relu6(self.bn0(self.expand_conv(x))) if self.expands else x
-        hidden = F.relu6(self.bn1(self.depthwise_conv(hidden)))
+        # in place: nobody else holds what a normalisation gives
+        hidden = F.relu6(self.bn0(self.expand_conv(x)), inplace=True) if self.expands else x
+        hidden = F.relu6(self.bn1(self.depthwise_conv(hidden)), inplace=True)
         hidden = self.bn2(self.project_conv(hidden))
         return x + hidden if self.skips else hidden
 
@@ -77,8 +79,11 @@ class _Encoder(nn.Module):
         init_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(F.relu6(self.bn0(self.conv_stem(x))))
-        return F.relu6(self.bn1(self.conv_head(x))).mean(dim=(2, 3))
+        if x.device.type == "cpu" and not self.training:
+            # convolutions of one channel each are slow on a CPU unless the channels of a pixel lie together
+            x = x.contiguous(memory_format=torch.channels_last)
+        x = self.blocks(F.relu6(self.bn0(self.conv_stem(x)), inplace=True))
+        return F.relu6(self.bn1(self.conv_head(x)), inplace=True).mean(dim=(2, 3))
 
 
 class EfficientNetLite0(Backbone):
