@@ -15,14 +15,17 @@ from omegaconf import OmegaConf
 from rmd_plugin.cli import report as command
 from rmd_plugin.cli.multirun import ReportCallback
 from rmd_plugin.reporting.aggregate import Group, estimate, paired_difference, ranks, summarise
+from rmd_plugin.reporting.document import STYLE
 from rmd_plugin.reporting.gather import Run, gather_runs, read_run
 from rmd_plugin.reporting.summary import (
     difference_figure,
     overall_tables,
+    runs_table,
     summary_tables,
     terminal_tables,
     write_summary,
 )
+from rmd_plugin.reporting.table import to_html
 from rmd_plugin.rows import Row
 from rmd_plugin.run_folder import RunFolder
 
@@ -179,6 +182,14 @@ def test_what_is_not_done_is_named_and_the_rest_stands(sweep, tmp_path):
     assert [row[2].text for row in shown.rows] == list(expected.values())
     notes = " ".join(overall_tables(summary)[0].notes)
     assert "Not counted: 1 failed, 3 unfinished, 3 unreadable of 13 runs." in notes
+
+
+def test_long_names_of_runs_break_so_that_the_reason_stays_in_sight(tmp_path):
+    run = Run(tmp_path / ("seed=0," * 40), "failed", "because")
+    (row,) = [line for line in to_html(runs_table([run])).splitlines() if "because" in line]
+    assert row.startswith('<tr><td class="left wrap">')
+    assert row.endswith('<td class="left">failed</td><td class="left">because</td></tr>')
+    assert "td.wrap" in STYLE
 
 
 def test_a_folder_without_permission_is_one_line(sweep, monkeypatch):

@@ -370,7 +370,9 @@ def damaged_cell(tmp_path, *, done):
     weights.parent.mkdir(parents=True)
     weights.write_bytes(b"PK\x03\x04 and then the disk was full")
     if done:
+        folder.write_rows([])
         folder.finish()
+        assert folder.done
     with pytest.raises(ValueError, match=r"last\.ckpt is damaged") as error:
         runner.run(cell)
     return str(error.value), folder
@@ -434,6 +436,8 @@ def test_a_study_trains_its_cell_once_and_goes_on_without_missing_data(hydra, tm
     program, *words = shlex.split(json.loads((cell / "versions.json").read_text())["command"])
     assert program == "rmd-reproduce"
     run(make_config(tmp_path, "resamples=0", *words))
+    # a finished cell counts although another one is asked for
+    run(make_config(tmp_path, "resamples=0", "study=robustness", "cells=[genomics]", f"extra=[{extra}]"))
     assert [found.name for found in (folder / "cells").iterdir()] == [cell.name]
     assert weights.stat().st_mtime_ns == before
     assert file.read_bytes() == written

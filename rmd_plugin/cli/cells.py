@@ -266,6 +266,10 @@ class CellRunner:
             self._done[cell.key] = self._run(cell)
         return self._done[cell.key]
 
+    def finished(self, cell: Cell) -> bool:
+        """Whether a cell was run before, to its end."""
+        return RunFolder(self.root / "cells" / cell.key).done
+
     def compose(self, cell: Cell) -> DictConfig:
         """The config of a cell; Hydra must be initialised, as it is inside a command.
 

@@ -157,7 +157,9 @@ class Reproduction:
                 ready.results.append(CellResult(cell, features, [], None, setting))
                 continue
             cell = self.cell(node, study)
-            if self.config.cells is not None and cell.name not in self.config.cells:
+            chosen = self.config.cells is None or cell.name in self.config.cells
+            # a finished cell counts: cells that are run one by one come together in their study
+            if not chosen and not self.runner.finished(cell):
                 ready.missing.append((cell, f"left out of this run (cells={list(self.config.cells)})"))
                 continue
             try:
