@@ -1,4 +1,4 @@
-"""Small backbones: a CNN for digits and thumbnails, an MLP, and the identity for features computed elsewhere."""
+"""Small backbones: a CNN for thumbnails or vectors, an MLP, and the identity for features computed elsewhere."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,24 @@ from rmd_plugin.backbones.base import Backbone, Checkpoint
 _ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh, "silu": nn.SiLU}
 
 
-class SmallCNN(Backbone):
-    """Pairs of 3x3 convolutions with batch normalisation, halving the picture between them; D = the last width.
+class _AsSequence(nn.Module):
+    """Gives vectors (B, L) a channel, so that a 1-D convolution can run along them; (B, C, L) stays as it is."""
 
-    Takes pictures of any size of at least 2 pixels per halving, such as the digits (1, 8, 8). The transforms are left
-    to the benchmark.
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(1) if x.dim() == 2 else x
+
+
+class SmallCNN(Backbone):
+    """Pairs of convolutions of width 3 with batch normalisation, pooled between them; D = the last width.
+
+    With ``dims=2`` it takes pictures (C, H, W) of at least 2 pixels per halving, such as the digits (1, 8, 8). With
+    ``dims=1`` the convolutions run along vectors (L,) or sequences (C, L) of any length. Between two pairs a quarter of
+    the places is left in both. The transforms are left to the benchmark.
 
     Args:
-        in_channels: channels of the input.
-        widths: channels of each pair; between two pairs the picture is halved.
+        in_channels: channels of the input; None is 1, as vectors have.
+        widths: channels of each pair; between two pairs the picture is halved along both sides.
+        dims: 2 for pictures, 1 for vectors and sequences; None is 2. The commands take both from the samples.
         dropout: probability, on the pooled features.
         num_classes, checkpoint, load_head, frozen: see :class:`Backbone`.
 
@@ -25,13 +34,16 @@ class SmallCNN(Backbone):
         >>> import torch
         >>> SmallCNN(num_classes=6)(torch.rand(5, 1, 8, 8)).shape
         torch.Size([5, 6])
+        >>> SmallCNN(dims=1, num_classes=6)(torch.rand(5, 100)).shape
+        torch.Size([5, 6])
     """
 
     def __init__(
         self,
-        in_channels: int = 1,
+        in_channels: int | None = None,
         widths: Sequence[int] = (32, 64, 128),
         *,
+        dims: int | None = None,
         dropout: float = 0.0,
         num_classes: int | None = None,
         checkpoint: Checkpoint = None,
@@ -40,15 +52,20 @@ class SmallCNN(Backbone):
     ) -> None:
         if not widths:
             raise ValueError("widths must name at least one pair of convolutions, got none.")
-        layers: list[nn.Module] = []
+        in_channels, dims = 1 if in_channels is None else in_channels, 2 if dims is None else dims
+        if dims not in (1, 2):
+            raise ValueError(f"dims must be 1 (vectors, sequences) or 2 (pictures), got {dims}.")
+        flat = dims == 1
+        layers: list[nn.Module] = [_AsSequence()] if flat else []
         channels = in_channels
         for index, width in enumerate(widths):
             if index:
-                layers.append(nn.MaxPool2d(2))
+                # ceil_mode: short vectors keep at least one place
+                layers.append(nn.MaxPool1d(4, ceil_mode=True) if flat else nn.MaxPool2d(2))
             for source in (channels, width):
-                layers += [nn.Conv2d(source, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+                layers += _convolution(source, width, flat)
             channels = width
-        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Dropout(dropout)]
+        layers += [nn.AdaptiveAvgPool1d(1) if flat else nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Dropout(dropout)]
         super().__init__(
             nn.Sequential(*layers),
             channels,
@@ -56,8 +73,15 @@ class SmallCNN(Backbone):
             checkpoint=checkpoint,
             load_head=load_head,
             frozen=frozen,
-            architecture={"in_channels": in_channels, "widths": list(widths)},
+            # pictures are not named: their fingerprint is that of caches which are there
+            architecture={"in_channels": in_channels, "widths": list(widths), **({"dims": 1} if flat else {})},
         )
+
+
+def _convolution(source: int, width: int, flat: bool) -> list[nn.Module]:
+    if flat:
+        return [nn.Conv1d(source, width, 3, padding=1, bias=False), nn.BatchNorm1d(width), nn.ReLU()]
+    return [nn.Conv2d(source, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
 
 
 class MLP(Backbone):

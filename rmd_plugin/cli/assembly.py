@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -17,10 +17,21 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from rmd_plugin.base import evaluating
 from rmd_plugin.catalogue import Factory
+from rmd_plugin.cli.configs import TRAINED_BACKBONES
+
+if TYPE_CHECKING:
+    from rmd_plugin.backbones.base import Backbone
 
 #: backbones whose config is for any model of a library: the model's name belongs to the backbone's
 _GENERIC = ("bert", "timm", "torchvision", "open_clip")
+#: options of backbones that the first sample of a benchmark decides where the config leaves them open
+_FROM_SAMPLE: dict[str, Callable[[Tensor], int]] = {
+    "in_features": Tensor.numel,
+    "in_channels": lambda sample: sample.shape[0] if sample.dim() > 1 else 1,
+    "dims": lambda sample: 2 if sample.dim() > 2 else 1,
+}
 
 
 def make_benchmark(config: DictConfig) -> Any:
@@ -37,20 +48,56 @@ def make_backbone(config: DictConfig, benchmark: Any, *, num_classes: int | None
 
     Args:
         config: the job's config.
-        benchmark: what it is for: a missing number of input features is taken from its first sample.
+        benchmark: what it is for: a missing input size is taken from its first sample.
         num_classes: classes of a new head, where the config does not say; None leaves the head to the checkpoint.
     """
     node, changes = config.backbone, {}
-    if OmegaConf.is_missing(node, "in_features") or node.get("in_features", 0) is None:
+    undecided = [str(name) for name in node if name in _FROM_SAMPLE and node.get(name) is None]
+    if undecided:
         sample = benchmark.train_set()[0][0]
         if isinstance(sample, Tensor):
             # merged, not passed on: Hydra refuses a config with a missing value even if it is given beside it
-            node = OmegaConf.merge(node, {"in_features": sample.numel()})
+            node = OmegaConf.merge(node, {name: _FROM_SAMPLE[name](sample) for name in undecided})
+        elif OmegaConf.is_missing(node, "in_features") or "in_channels" in undecided:  # the identity can do without
+            raise ValueError(_misfit(config, sample))
     if num_classes is not None and node.get("num_classes") is None:
         changes["num_classes"] = num_classes
     if config.get("checkpoint") is not None:
         changes["checkpoint"] = config.checkpoint
     return _instantiate(node, changes)
+
+
+def check_backbone_takes(config: DictConfig, backbone: Backbone, sample: Any) -> None:
+    """Encode one sample, so that a backbone for other data is refused before anything is trained.
+
+    Args:
+        config: the job's config.
+        backbone: the backbone.
+        sample: one item, as the loaders give it.
+
+    Raises:
+        ValueError: with both names, what the sample is, and what would take it.
+    """
+    if not isinstance(sample, Tensor):
+        raise ValueError(_misfit(config, sample))
+    like = next(backbone.encoder.parameters(), sample)
+    try:
+        with evaluating(backbone.encoder), torch.no_grad():
+            backbone.encoder(sample.unsqueeze(0).to(like.device))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(_misfit(config, sample)) from error
+
+
+def _misfit(config: DictConfig, sample: Any) -> str:
+    benchmark, backbone = str(config.names.benchmark), str(config.names.backbone)
+    fits = TRAINED_BACKBONES.get(benchmark, "small_cnn")
+    if fits == backbone:
+        fits = "mlp"
+    what = f"{sample.dtype} of shape {tuple(sample.shape)}" if isinstance(sample, Tensor) else type(sample).__name__
+    return (
+        f"backbone={backbone} cannot take the samples of benchmark={benchmark}, which are "
+        f"{what.removeprefix('torch.')}. Choose backbone={fits}, or set the options of the backbone to this input."
+    )
 
 
 def make_detectors(config: DictConfig) -> dict[str, Factory]:

@@ -17,6 +17,8 @@ DEFAULT_BACKBONES = {
     "cifar100_vs_cifar10": "efficientnet_lite0",
     "genomics": "genomics_cnn",
 }
+#: what is trained instead: the identity has nothing that learns but its head
+TRAINED_BACKBONES = {**DEFAULT_BACKBONES, "simulation": "mlp", "features": "mlp"}
 
 
 def config_path() -> str:
@@ -33,4 +35,7 @@ def register_resolvers() -> None:
     """Make the resolvers known that our configs use; doing it twice does no harm."""
     OmegaConf.register_new_resolver(
         "rmd_backbone_for", lambda benchmark: DEFAULT_BACKBONES.get(benchmark, "identity"), replace=True
+    )
+    OmegaConf.register_new_resolver(
+        "rmd_trained_backbone_for", lambda benchmark: TRAINED_BACKBONES.get(benchmark, "small_cnn"), replace=True
     )

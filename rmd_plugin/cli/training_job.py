@@ -22,7 +22,14 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from rmd_plugin.callback import OODMonitor
 from rmd_plugin.catalogue import Sources, prepare
-from rmd_plugin.cli.assembly import make_backbone, make_benchmark, make_detectors, one_clear_error, run_names
+from rmd_plugin.cli.assembly import (
+    check_backbone_takes,
+    make_backbone,
+    make_benchmark,
+    make_detectors,
+    one_clear_error,
+    run_names,
+)
 from rmd_plugin.cli.compare_job import print_tables, write_outputs
 from rmd_plugin.cli.relaunch import single_job
 from rmd_plugin.comparison import compare
@@ -101,6 +108,7 @@ class Job:
             num_workers=config.num_workers,
             seed=config.seed,
         )
+        check_backbone_takes(config, self.backbone, self.data.fit_dataloader().dataset[0][0])
 
     # -- training -----------------------------------------------------------------------------------------------------
 
