@@ -164,9 +164,13 @@ def test_ctrl_c_leaves_a_usable_report(tmp_path):
 
 
 @pytest.mark.ddp
-def test_ddp_inside_a_multirun_leaves_one_folder_per_job(tmp_path):
-    options = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.sync_batchnorm=false"]
-    run(tmp_path, "-m", *TINY, *options, "backbone=mlp", "seed=0,1")
+@pytest.mark.parametrize("launcher", ["basic", "submitit_local", "joblib"])
+def test_ddp_inside_a_multirun_leaves_one_folder_per_job(tmp_path, launcher):
+    # a worker's own program is the launcher's: the second process of a job must not run that
+    if launcher != "basic":
+        pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
+    options = ["trainer=ddp", "trainer.accelerator=cpu", "limit_train=100", f"hydra/launcher={launcher}"]
+    run(tmp_path, "-m", *TINY, *options, "backbone.widths=[4,8]", "seed=0,1")
     jobs = sorted(path.parent for path in tmp_path.rglob("rows.csv"))
     assert len(jobs) == 2
     assert all(RunFolder(job).done for job in jobs)

@@ -459,7 +459,7 @@ def test_the_papers_configs_run_a_few_steps(hydra, tmp_path, data_dir, study):
     for cell in cells:
         classes = {"cifar10": 10, "clinc": 150, "genomics": 10}[cell.name.split("_")[0]]
         changes = [*quick, f"limit_train={2 * classes}"]
-        if any(text.startswith("+trainer.max_steps") for text in cell.overrides):
+        if any(text.startswith("trainer.max_steps") for text in cell.overrides):
             changes += ["trainer.max_steps=2", "trainer.val_check_interval=2"]
         if any(text.startswith("pretrain=") for text in cell.overrides):
             changes.append("pretrain.max_epochs=1")

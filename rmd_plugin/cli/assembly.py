@@ -40,7 +40,7 @@ def make_benchmark(config: DictConfig) -> Any:
     wanted = getattr(get_class(config.backbone._target_), "encoding", None)
     if wanted is not None and "encoding" in node:
         node = OmegaConf.merge(node, {"encoding": wanted})
-    return _instantiate(node, {})
+    return instantiate_plainly(node, {})
 
 
 def make_backbone(config: DictConfig, benchmark: Any, *, num_classes: int | None = None) -> Any:
@@ -64,7 +64,7 @@ def make_backbone(config: DictConfig, benchmark: Any, *, num_classes: int | None
         changes["num_classes"] = num_classes
     if config.get("checkpoint") is not None:
         changes["checkpoint"] = config.checkpoint
-    return _instantiate(node, changes)
+    return instantiate_plainly(node, changes)
 
 
 def check_backbone_takes(config: DictConfig, backbone: Backbone, sample: Any) -> None:
@@ -145,10 +145,10 @@ def choose_device(wanted: str) -> torch.device:
     return device
 
 
-def _instantiate(node: DictConfig, changes: dict[str, Any]) -> Any:
-    """Instantiate, and let errors through as they are: Hydra wraps them in two more lines."""
+def instantiate_plainly(node: DictConfig, changes: dict[str, Any] | None = None) -> Any:
+    """Instantiate with changed options, and let errors through as they are: Hydra wraps them in two more lines."""
     try:
-        return instantiate(node, **changes)
+        return instantiate(node, **(changes or {}))
     except InstantiationException as wrapper:
         if wrapper.__cause__ is not None:
             raise wrapper.__cause__ from None

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -24,6 +24,7 @@ from rmd_plugin.callback import OODMonitor
 from rmd_plugin.catalogue import Sources, prepare
 from rmd_plugin.cli.assembly import (
     check_backbone_takes,
+    instantiate_plainly,
     make_backbone,
     make_benchmark,
     make_detectors,
@@ -32,6 +33,7 @@ from rmd_plugin.cli.assembly import (
 )
 from rmd_plugin.cli.compare_job import print_tables, write_outputs
 from rmd_plugin.cli.relaunch import single_job
+from rmd_plugin.cli.trainer_options import evaluation_device, make_trainer
 from rmd_plugin.comparison import compare
 from rmd_plugin.detectors import RMD, Mahalanobis
 from rmd_plugin.extraction import TEST, TRAIN, Extractor
@@ -171,10 +173,9 @@ class Job:
 
     def _trainer(self, callbacks: list[Callback], **changes: Any) -> pl.Trainer:
         """The trainer of the config, whose arguments pass straight through to Lightning."""
-        loggers = [instantiate(node) for node in self.config.logger.values()]
+        loggers = [instantiate_plainly(node) for node in self.config.logger.values()]
         usual = {"logger": loggers or False, "default_root_dir": self.folder.path}
-        make = instantiate(self.config.trainer, _partial_=True)
-        return cast(pl.Trainer, make(callbacks=callbacks, **(usual | changes)))
+        return make_trainer(self.config.trainer, callbacks=callbacks, **(usual | changes))
 
     def _checkpointing(self, name: str, metric: str, mode: str) -> ModelCheckpoint:
         """Keep the best weights by a metric of the validation data, and the last ones to go on from."""
@@ -214,6 +215,7 @@ class Job:
             cache=None if config.cache_dir is None else FeatureCache(config.cache_dir),
             batch_size=config.batch_size,
             num_workers=config.num_workers,
+            device=evaluation_device(config.trainer),
             names={"benchmark": benchmark, "backbone": backbone},
             progress=sys.stderr.isatty(),
         )
