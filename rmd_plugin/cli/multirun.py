@@ -6,8 +6,10 @@ Config: ``hydra.callbacks.report: {_target_: rmd_plugin.cli.multirun.ReportCallb
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,12 @@ from omegaconf import DictConfig
 from rmd_plugin.run_folder import RunFolder, RunFolderError, describe_error
 
 log = logging.getLogger(__name__)
+
+
+#: written when a sweep begins: other sweeps may have left their jobs in the same folder
+_STARTED = ".started"
+#: written by Hydra when a job begins
+_NOTE = ".hydra/overrides.yaml"
 
 
 class ReportCallback(Callback):
@@ -34,10 +42,19 @@ class ReportCallback(Callback):
         self.metric = metric
         self.reference = reference
         self._folder: Path | None = None
+        self._started: int | None = None
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Refuse a folder that cannot be written, before Hydra does with a traceback."""
+        _make_folder(config, "run")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Remember the folder, and report at exit: Hydra calls no end if a job failed or the sweep was stopped."""
-        self._folder = Path(os.path.abspath(config.hydra.sweep.dir))
+        """Remember folder and time, and report at exit: Hydra calls no end if a job failed or the sweep was stopped."""
+        self._folder = _make_folder(config, "sweep")
+        # the clock of the folder's file system: jobs may run on other machines
+        stamp = self._folder / _STARTED
+        stamp.write_text(f"{os.getpid()}\n", encoding="utf-8")
+        self._started = stamp.stat().st_mtime_ns
         atexit.register(self._report)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
@@ -65,12 +82,33 @@ class ReportCallback(Callback):
         except Exception as problem:
             log.warning("The reason of the failed job could not be written: %s", describe_error(problem))
 
+    def _jobs(self) -> list[Path] | None:
+        """Folders of this sweep's jobs, those that were finished before too: Hydra notes its overrides in every one."""
+        if self._folder is None or self._started is None:
+            return None
+        notes = (note for note in self._folder.rglob(_NOTE) if note.stat().st_mtime_ns >= (self._started or 0))
+        return sorted(note.parents[1] for note in notes)
+
     def _report(self) -> None:
         if self._folder is None or not self._folder.is_dir():
             return
         try:
             from rmd_plugin.cli.report import report_multirun
 
-            report_multirun(self._folder, metric=self.metric, reference=self.reference)
+            report_multirun(self._folder, jobs=self._jobs(), metric=self.metric, reference=self.reference)
         except Exception as problem:
             log.warning("The sweep could not be summarised: %s", describe_error(problem))
+
+
+def _make_folder(config: DictConfig, kind: str) -> Path:
+    folder = Path(os.path.abspath(config.hydra[kind].dir))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        reason = error.strerror or error
+        command = config.hydra.help.app_name
+        print(f"{command}: {folder} cannot be written: {reason}. Set hydra.{kind}.dir=FOLDER.", file=sys.stderr)
+        sys.exit(1)
+    return folder

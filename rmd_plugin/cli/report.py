@@ -64,18 +64,25 @@ def write_aggregate(
     return summary, write_summary(summary, output) if found else []
 
 
-def report_multirun(folder: str | os.PathLike[str], *, metric: str = "AUROC", reference: str = "rmd") -> Path | None:
+def report_multirun(
+    folder: str | os.PathLike[str],
+    *,
+    jobs: Sequence[Path] | None = None,
+    metric: str = "AUROC",
+    reference: str = "rmd",
+) -> Path | None:
     """Summarise a sweep in its own folder; what rmd-train does by itself at the end of every multirun.
 
     Args:
         folder: folder of the sweep.
+        jobs: folders of its jobs; None takes every run below the folder.
         metric: the metric.
         reference: the detector that the others are compared with.
 
     Returns:
         The page, or None if no job left anything.
     """
-    summary, files = write_aggregate([folder], folder, metric=metric, reference=reference)
+    summary, files = write_aggregate([folder] if jobs is None else jobs, folder, metric=metric, reference=reference)
     if not files:
         return None
     print_summary(summary, files)
