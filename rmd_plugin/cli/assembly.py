@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
+from hydra.errors import CompactHydraException, InstantiationException
 from hydra.types import RunMode
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 from torch import Tensor
 
 from rmd_plugin.base import evaluating
@@ -23,6 +25,8 @@ from rmd_plugin.cli.configs import TRAINED_BACKBONES
 
 if TYPE_CHECKING:
     from rmd_plugin.backbones.base import Backbone
+
+log = logging.getLogger(__name__)
 
 #: backbones whose config is for any model of a library: the model's name belongs to the backbone's
 _GENERIC = ("bert", "timm", "torchvision", "open_clip")
@@ -150,9 +154,16 @@ def instantiate_plainly(node: DictConfig, changes: dict[str, Any] | None = None)
     try:
         return instantiate(node, **(changes or {}))
     except InstantiationException as wrapper:
-        if wrapper.__cause__ is not None:
-            raise wrapper.__cause__ from None
-        raise
+        cause = wrapper.__cause__
+        if cause is None:
+            raise
+        if isinstance(cause, TypeError):  # a value of the wrong type, or an option that there is not
+            raise ValueError(f"{node._target_} cannot be made of its options: {cause}.") from cause
+        raise cause from None
+
+
+class JobError(CompactHydraException):
+    """What stops one job of a sweep, in one sentence: Hydra shows no traceback for its kind."""
 
 
 @contextmanager
@@ -160,16 +171,35 @@ def one_clear_error(command: str) -> Iterator[None]:
     """End a command with one sentence where data, weights, disk or options are at fault.
 
     Errors of other kinds are faults of the program and keep their traceback, as does everything under
-    ``HYDRA_FULL_ERROR=1``. In a multirun the error goes to Hydra, which runs the other jobs first.
+    ``HYDRA_FULL_ERROR=1``. In a multirun the sentence is logged and goes to Hydra, which runs the other jobs first.
     """
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
-        alone = not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN
-        if not alone or os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
+    except Exception as error:
+        if not _of_the_user(error) or os.environ.get("HYDRA_FULL_ERROR", "0") == "1":
             raise
-        print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
+        sentence = f"{command}: {_sentence(error)}"
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+            log.error("%s", sentence)
+            raise JobError(sentence) from None
+        print(sentence, file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         # what a shell expects of a program that was stopped, instead of a traceback
         sys.exit(130)
+
+
+def _of_the_user(error: Exception) -> bool:
+    """Whether data, weights, disk, devices or options are at fault."""
+    kinds = (OSError, ValueError, ImportError, MissingMandatoryValue, InterpolationResolutionError)
+    # by name: the other commands do not import Lightning
+    return isinstance(error, kinds) or type(error).__name__ == "MisconfigurationException"
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, MissingMandatoryValue):
+        name = error.full_key or str(error).splitlines()[0].rpartition(" ")[2]
+        return f"{name} must be given: add {name}=VALUE."
+    if isinstance(error, OmegaConfBaseException):
+        return str(error).splitlines()[0]
+    return " ".join(str(error).split()) or type(error).__name__

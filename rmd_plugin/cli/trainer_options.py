@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -29,14 +29,15 @@ def make_trainer(node: DictConfig, **ours: Any) -> pl.Trainer:
     Raises:
         ValueError: if an argument is unknown or of the wrong kind, or if there is no such device here.
     """
-    known = inspect.signature(get_class(node._target_).__init__).parameters
+    known = inspect.signature(get_class(node._target_)).parameters
     given: dict[str, Any] = {str(name): node[name] for name in node if name != "_target_"}
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         # listed in conf/trainer, but not in this release of Lightning
         given = {name: value for name, value in given.items() if name in known or value is not None}
         for name in given.keys() - known.keys():
-            have = ", ".join(name for name in known if name != "self")
-            raise ValueError(f"trainer.{name} is no argument of {node._target_} {pl.__version__}; it has {have}.")
+            raise ValueError(
+                f"trainer.{name} is no argument of {node._target_} {pl.__version__}; it has {', '.join(known)}."
+            )
     _check_kinds(get_class(node._target_), given)
     if given.get("sync_batchnorm") == _AUTO:
         given["sync_batchnorm"] = evaluation_device(given) != torch.device("cpu")
@@ -63,14 +64,14 @@ def evaluation_device(node: Mapping[str, Any] | DictConfig) -> torch.device:
     found = choose_device(_AUTO)
     if accelerator != _AUTO and found.type == "cpu":
         return found  # Lightning says it better, where it is asked to train
-    first = devices[0] if isinstance(devices, (list, tuple)) or OmegaConf.is_list(devices) else None
+    first = devices[0] if isinstance(devices, Sequence) and not isinstance(devices, str) else None
     return found if found.type == "cpu" or not isinstance(first, int) else torch.device(found.type, first)
 
 
 def _check_kinds(trainer: type, given: Mapping[str, Any]) -> None:
     """Refuse words where numbers belong: Lightning would compare them with numbers somewhere inside the training."""
     try:
-        hints = get_type_hints(trainer.__init__)
+        hints = get_type_hints(trainer.__init__)  # type: ignore[misc]
     except (NameError, TypeError):
         return
     for name, value in given.items():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,10 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.utilities import rank_zero_only
 
+from rmd_plugin.backbones.checkpoint import CheckpointError
+from rmd_plugin.backbones.fetch import find_checkpoint
 from rmd_plugin.callback import OODMonitor
-from rmd_plugin.catalogue import Sources, prepare
+from rmd_plugin.catalogue import Route, Sources, Unserved, prepare
 from rmd_plugin.cli.assembly import (
     check_backbone_takes,
     instantiate_plainly,
@@ -38,6 +43,8 @@ from rmd_plugin.comparison import compare
 from rmd_plugin.detectors import RMD, Mahalanobis
 from rmd_plugin.extraction import TEST, TRAIN, Extractor
 from rmd_plugin.feature_cache import FeatureCache
+from rmd_plugin.functional import NumericalWarning
+from rmd_plugin.monitoring.roster import Spec
 from rmd_plugin.provenance import current_command
 from rmd_plugin.reporting.page import write_report
 from rmd_plugin.run_folder import RunFolder
@@ -47,6 +54,12 @@ log = logging.getLogger(__name__)
 
 #: folders below the output folder
 CHECKPOINTS, PRETRAINED = "checkpoints", "pretrained"
+#: of conf/train.yaml, for sweeps over a kept config: one folder per job, and a report at the end
+_SWEEPS = {
+    "job": {"config": {"override_dirname": {"exclude_keys": ["resume", "num_workers"]}}},
+    "sweep": {"subdir": "${rmd_job_folder:${hydra.job.override_dirname}}"},
+    "callbacks": {"report": {"_target_": "rmd_plugin.cli.multirun.ReportCallback"}},
+}
 
 
 def run(config: DictConfig) -> float | None:
@@ -58,13 +71,14 @@ def run(config: DictConfig) -> float | None:
     Returns:
         The best validation accuracy, None where nothing was trained.
     """
-    with one_clear_error("rmd-train"):
+    with one_clear_error("rmd-train"), brief_warnings():
         folder = RunFolder(HydraConfig.get().runtime.output_dir)
         if config.resume and folder.done:
             log.info("finished before, not run again: %s", folder.path)
             return None
-        # which devices were found, and advertisements: the table at the end is what the user waits for
-        logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
+        # which devices were found, advertisements, how fits went: the table at the end is what the user waits for
+        for chatty in ("pytorch_lightning.utilities.rank_zero", "pytorch_ood"):
+            logging.getLogger(chatty).setLevel(logging.WARNING)
         pl.seed_everything(config.seed, workers=True, verbose=False)
         if getattr(rank_zero_only, "rank", 0):  # a further process of DDP: it only helps to train
             Job(config, folder).train()
@@ -85,6 +99,7 @@ def repeatable(config: DictConfig) -> str:
     """
     plain = OmegaConf.create(OmegaConf.to_container(config, resolve=False))
     plain.names = OmegaConf.to_container(config.names, resolve=True)  # known to Hydra only while it composes
+    plain.hydra = _SWEEPS
     return OmegaConf.to_yaml(plain)
 
 
@@ -123,7 +138,7 @@ class Job:
         config = self.config
         if not config.train:
             if config.ckpt_path is not None:
-                self._load(Path(config.ckpt_path))
+                self._load(config.ckpt_path)
             elif not self.backbone.head_loaded:
                 raise ValueError(
                     "train=false evaluates trained weights: give ckpt_path=FILE or backbone.checkpoint=FILE."
@@ -131,12 +146,15 @@ class Job:
             return None
         if config.pretrain:
             self._pretrain()
-        monitor = OODMonitor(self._monitored(), head="backbone.head", seed=config.seed)
+        self._check_optimizer()
+        watched = self._monitored()
+        monitor = OODMonitor(watched, head="backbone.head", seed=config.seed) if watched else None
         keep = self._checkpointing(CHECKPOINTS, "val/acc", "max")
-        trainer = self._trainer([monitor, keep])
+        trainer = self._trainer([keep] if monitor is None else [monitor, keep])
+        start = self._resumable(self._last(CHECKPOINTS) or config.ckpt_path)
         with stoppable(trainer), single_job():
-            trainer.fit(self.module, datamodule=self.data, ckpt_path=self._last(CHECKPOINTS) or config.ckpt_path)
-        if trainer.is_global_zero:
+            trainer.fit(self.module, datamodule=self.data, ckpt_path=start)
+        if trainer.is_global_zero and monitor is not None:
             self.folder.write_history(monitor.history)
         self.interrupted = trainer.interrupted
         if self.interrupted and not keep.best_model_path:
@@ -161,15 +179,41 @@ class Job:
             raise KeyboardInterrupt
         trainer.save_checkpoint(done)
 
-    def _monitored(self) -> dict[str, Any]:
-        sources = Sources(self.backbone.feature_dim, self.benchmark.num_classes)
-        unknown = [name for name in self.config.monitor if name not in self.detectors]
+    def _check_optimizer(self) -> None:
+        try:
+            self.module.configure_optimizers()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the optimizer cannot be made of the options of optimizer=: {error}.") from error
+
+    def _monitored(self) -> dict[str, Spec]:
+        """The detectors that are watched; none if the config names none."""
+        names = list(self.config.monitor or ())
+        unknown = [name for name in names if name not in self.detectors]
         if unknown:
             raise ValueError(
                 f"monitor names {', '.join(unknown)}, which detector= does not choose. "
                 f"Chosen are {', '.join(self.detectors)}."
             )
-        return {name: prepare(self.detectors[name], sources).detector for name in self.config.monitor}
+        return {name: self._watched(name) for name in names}
+
+    def _watched(self, name: str) -> Spec:
+        factory, head = self.detectors[name], self.backbone.head
+        sources = Sources(self.backbone.feature_dim, self.benchmark.num_classes)
+        with suppress(Unserved):
+            return prepare(factory, sources).detector
+        try:
+            prepared = prepare(factory, replace(sources, head=head))
+            if prepared.route not in (Route.FEATURES, Route.LOGITS):
+                raise Unserved(f"works on {prepared.route.value}")
+        except Unserved as reason:
+            raise ValueError(
+                f"monitor names {name}, which cannot be watched while the network trains: it {reason}. "
+                "monitor=[] watches none."
+            ) from reason
+        if prepared.route is Route.LOGITS:
+            return prepared.detector
+        # it keeps weights of the head, which go on learning: made anew before each refit
+        return lambda module: prepare(factory, replace(sources, head=module.backbone.head)).detector
 
     def _trainer(self, callbacks: list[Callback], **changes: Any) -> pl.Trainer:
         """The trainer of the config, whose arguments pass straight through to Lightning."""
@@ -192,11 +236,24 @@ class Job:
         path = self.folder.path / name / "last.ckpt"
         return path if self.config.resume and path.is_file() else None
 
-    def _load(self, path: Path) -> None:
-        """Take over the weights of a Lightning checkpoint; nothing in the file is executed."""
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no checkpoint {path}.")
-        self.module.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
+    def _load(self, path: str | Path) -> None:
+        """Take over the weights of a checkpoint; nothing in the file is executed."""
+        self.backbone.load_checkpoint(path)
+        if not self.backbone.head_loaded:
+            raise CheckpointError(f"{path} holds no classifier. Train one: backbone.checkpoint={path} train=true.")
+
+    def _resumable(self, path: str | Path | None) -> Path | None:
+        """A checkpoint that Lightning can go on from, looked at before: Lightning's own errors are long."""
+        if path is None:
+            return None
+        self._load(found := find_checkpoint(path))
+        content = torch.load(found, map_location="cpu", weights_only=True)
+        if "optimizer_states" not in content or "loops" not in content:
+            raise CheckpointError(
+                f"{found} holds weights, but not the state of a training to go on from. "
+                f"To start from these weights: backbone.checkpoint={path} ckpt_path=null."
+            )
+        return found
 
     # -- what came out ------------------------------------------------------------------------------------------------
 
@@ -236,6 +293,25 @@ class Job:
         print(f"Report: {page}")
         if result.interrupted or self.interrupted:
             raise KeyboardInterrupt
+
+
+@contextmanager
+def brief_warnings() -> Iterator[None]:
+    """Log what our detectors warn of, each kind once: they are refitted every epoch, and where says nothing."""
+    seen: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if not issubclass(category, NumericalWarning):
+            before(message, category, *place, **more)
+        elif (kind := re.sub(r"[\d.e+-]+", "", str(message))) not in seen:
+            seen.add(kind)
+            log.warning("%s", message)
+
+    with warnings.catch_warnings():
+        # Lightning's own call of torch
+        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+        before, warnings.showwarning = warnings.showwarning, show
+        yield
 
 
 @contextmanager
