@@ -408,7 +408,8 @@ def test_a_sweep_that_ends_well_reports_once(sweep, monkeypatch):
     callback = ReportCallback(reference="msp")
     callback.on_multirun_start(config)
     callback.on_multirun_end(config)
-    assert calls == [(folder, {"metric": "AUROC", "reference": "msp"})]
+    ((path, options),) = calls
+    assert (path, options["metric"], options["reference"]) == (folder, "AUROC", "msp")
 
 
 def test_trouble_with_the_report_never_fails_the_sweep(sweep, monkeypatch, caplog):

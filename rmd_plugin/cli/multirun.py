@@ -86,8 +86,10 @@ class ReportCallback(Callback):
         """Folders of this sweep's jobs, those that were finished before too: Hydra notes its overrides in every one."""
         if self._folder is None or self._started is None:
             return None
-        notes = (note for note in self._folder.rglob(_NOTE) if note.stat().st_mtime_ns >= (self._started or 0))
-        return sorted(note.parents[1] for note in notes)
+        begun = {note.parents[1]: note.stat().st_mtime_ns for note in self._folder.rglob(_NOTE)}
+        if not begun:  # hydra.output_subdir=null
+            return None
+        return sorted((job for job, when in begun.items() if when >= self._started), key=begun.__getitem__)
 
     def _report(self) -> None:
         if self._folder is None or not self._folder.is_dir():
