@@ -130,6 +130,7 @@ def test_detectors_on_logits_and_with_weights_of_the_head_can_be_watched(train):
     assert all(0 <= value <= 1 for value in values), values
 
 
+@pytest.mark.slow
 def test_the_monitor_follows_the_choice_of_detectors_and_can_be_empty(train):
     train("detector=[rmd,msp]")
     assert watched("out") == {"rmd"}
@@ -147,6 +148,7 @@ def test_by_default_something_cheap_is_watched():
     assert watched_by_default(["odin"]) == []
 
 
+@pytest.mark.slow
 def test_the_default_run_tells_results_not_how_libraries_are_doing(train):
     _, out, err = train("detector=[rmd,mahalanobis,vim]", "backbone.hidden=[128]", "trainer.max_epochs=3")
     printed = out + err

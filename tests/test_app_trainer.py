@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
 from hydra.utils import get_class
+from omegaconf import OmegaConf
 
 from rmd_plugin.cli.assembly import instantiate_plainly
 from rmd_plugin.cli.configs import register_resolvers
@@ -121,15 +122,16 @@ def test_batch_norm_is_synchronised_on_gpus_only(composed, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "device"),
+    ("accelerator", "devices", "device"),
     [
-        (["trainer=cpu"], "cpu"),
-        (["trainer=gpu"], "cuda"),
-        (["trainer=default"], "cuda"),
-        (["trainer=gpu", "trainer.devices=[3]"], "cuda:3"),
-        (["trainer=cpu", "trainer.devices=2"], "cpu"),
+        ("cpu", 1, "cpu"),
+        ("cpu", 2, "cpu"),
+        ("gpu", 1, "cuda"),
+        ("auto", "auto", "cuda"),
+        ("gpu", [3], "cuda:3"),
     ],
 )
-def test_the_weights_are_evaluated_where_they_were_trained(composed, monkeypatch, options, device):
+def test_the_weights_are_evaluated_where_they_were_trained(monkeypatch, accelerator, devices, device):
     monkeypatch.setattr("rmd_plugin.cli.trainer_options.choose_device", lambda wanted: torch.device("cuda"))
-    assert evaluation_device(composed(*options).trainer) == torch.device(device)
+    node = OmegaConf.create({"accelerator": accelerator, "devices": devices})
+    assert evaluation_device(node) == torch.device(device)
