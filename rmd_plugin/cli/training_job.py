@@ -138,7 +138,7 @@ class Job:
         config = self.config
         if not config.train:
             if config.ckpt_path is not None:
-                self._load(config.ckpt_path)
+                self._load(Path(config.ckpt_path))
             elif not self.backbone.head_loaded:
                 raise ValueError(
                     "train=false evaluates trained weights: give ckpt_path=FILE or backbone.checkpoint=FILE."
@@ -236,7 +236,7 @@ class Job:
         path = self.folder.path / name / "last.ckpt"
         return path if self.config.resume and path.is_file() else None
 
-    def _load(self, path: str | Path) -> None:
+    def _load(self, path: Path) -> None:
         """Take over the weights of a checkpoint; nothing in the file is executed."""
         self.backbone.load_checkpoint(path)
         if not self.backbone.head_loaded:
