@@ -1,3 +1,4 @@
+import logging
 import os
 from pathlib import Path
 
@@ -11,6 +12,21 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _loggers():
+    """A command that runs in this process configures logging as a program may, a test must not."""
+    root, known = logging.getLogger(), list(logging.root.manager.loggerDict)
+    levels = {name: logging.getLogger(name).level for name in ["root", *known]}
+    yield
+    for handler in list(root.handlers):
+        if type(handler) in (logging.StreamHandler, logging.FileHandler):  # not pytest's own
+            root.removeHandler(handler)
+            handler.close()
+    for name in logging.root.manager.loggerDict:
+        logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
+    root.setLevel(levels["root"])
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def watched(folder):
         (["ckpt_path=other.ckpt"], "does not fit MLP(in_features=64, hidden=[8]"),
         (["ckpt_path=other.ckpt", "train=false"], "does not fit MLP(in_features=64, hidden=[8]"),
         (["ckpt_path=weights.ckpt"], "backbone.checkpoint=weights.ckpt"),
-        (["hydra.run.dir=damaged.ckpt/run"], "cannot be written"),
+        (["hydra.run.dir=damaged.ckpt/run"], "cannot write to"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line(train, tmp_path, options, message):

@@ -191,8 +191,8 @@ def test_the_recorder_takes_the_accuracy_of_clean_training_samples_in_evaluation
     ],
 )
 def test_a_cell_is_evaluated_on_the_device_of_its_trainer(hydra, tmp_path, monkeypatch, trainer, cuda, expected):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    there = torch.device("cuda" if cuda else "cpu")
+    monkeypatch.setattr("rmd_plugin.cli.trainer_options.choose_device", lambda wanted: there)
     overrides = ("benchmark=digits", "backbone=mlp", *trainer.split(","))
     runner = CellRunner(tmp_path)
     config = runner.compose(Cell("digits", overrides))

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.base import evaluating
-from rmd_plugin.catalogue import Sources, prepare
 from rmd_plugin.cli.assembly import make_detectors
 from rmd_plugin.cli.experiments import reproduce_command
+from rmd_plugin.cli.trainer_options import evaluation_device
 from rmd_plugin.cli.training_job import CHECKPOINTS, Job
 from rmd_plugin.comparison import compare
 from rmd_plugin.extraction import TEST, TRAIN, Extractor
@@ -209,11 +209,6 @@ class CellJob(Job):
         remedy = f"Delete {self.folder.path} to run the cell again" if own else "Fetch or train it again"
         return CheckpointError(f"{path} is damaged, or belongs to another network. {remedy}.")
 
-    def _monitored(self) -> dict[str, Any]:
-        # with the head: figure 3 has MSP, which works on logits
-        sources = Sources(self.backbone.feature_dim, self.benchmark.num_classes, head=self.backbone.head)
-        return {name: prepare(self.detectors[name], sources).detector for name in self.config.monitor}
-
     def _trainer(self, callbacks: list[Callback], **changes: Any) -> pl.Trainer:
         pretraining = "max_epochs" in changes
         return super()._trainer(callbacks if pretraining else [*callbacks, self.recorder], **changes)
@@ -365,28 +360,6 @@ class CellRunner:
         about = (features.benchmark, features.ood, features.backbone)
         accuracies = [(int(step), float(train), float(val)) for step, train, val in points]
         return TrainingCurves(*about, history, accuracies, features.distance, features.seed)
-
-
-def evaluation_device(trainer: Mapping[str, Any]) -> torch.device:
-    """The device on which a cell is evaluated: the one that its trainer would train on.
-
-    Args:
-        trainer: the arguments of the trainer; ``accelerator`` and ``devices`` count.
-
-    Returns:
-        The accelerator if it is there, else the CPU: features take longer there, and are the same.
-    """
-    wanted = str(trainer.get("accelerator") or "auto")
-    names = {"gpu": ("cuda", "mps"), "auto": ("cuda", "mps"), "cuda": ("cuda",), "mps": ("mps",)}.get(wanted, ())
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    found = next((name for name in names if there[name]), None)
-    if found is None:
-        if wanted in ("gpu", "cuda", "mps"):
-            log.warning("trainer.accelerator=%s, but there is none here: features are computed on the CPU", wanted)
-        return torch.device("cpu")
-    devices = trainer.get("devices")
-    chosen = isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices) > 0
-    return torch.device(found, int(devices[0])) if chosen else torch.device(found)  # type: ignore[index]
 
 
 def describe(config: DictConfig, features: FeatureSet, rows: Sequence[Row]) -> str:

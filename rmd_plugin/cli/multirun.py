@@ -6,10 +6,8 @@ Config: ``hydra.callbacks.report: {_target_: rmd_plugin.cli.multirun.ReportCallb
 from __future__ import annotations
 
 import atexit
-import errno
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +42,10 @@ class ReportCallback(Callback):
         self._folder: Path | None = None
         self._started: int | None = None
 
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuse a folder that cannot be written, before Hydra does with a traceback."""
-        _make_folder(config, "run")
-
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Remember folder and time, and report at exit: Hydra calls no end if a job failed or the sweep was stopped."""
-        self._folder = _make_folder(config, "sweep")
+        self._folder = Path(os.path.abspath(config.hydra.sweep.dir))
+        self._folder.mkdir(parents=True, exist_ok=True)
         # the clock of the folder's file system: jobs may run on other machines
         stamp = self._folder / _STARTED
         stamp.write_text(f"{os.getpid()}\n", encoding="utf-8")
@@ -100,17 +95,3 @@ class ReportCallback(Callback):
             report_multirun(self._folder, jobs=self._jobs(), metric=self.metric, reference=self.reference)
         except Exception as problem:
             log.warning("The sweep could not be summarised: %s", describe_error(problem))
-
-
-def _make_folder(config: DictConfig, kind: str) -> Path:
-    folder = Path(os.path.abspath(config.hydra[kind].dir))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        reason = error.strerror or error
-        command = config.hydra.help.app_name
-        print(f"{command}: {folder} cannot be written: {reason}. Set hydra.{kind}.dir=FOLDER.", file=sys.stderr)
-        sys.exit(1)
-    return folder

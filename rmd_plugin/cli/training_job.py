@@ -58,7 +58,10 @@ CHECKPOINTS, PRETRAINED = "checkpoints", "pretrained"
 _SWEEPS = {
     "job": {"config": {"override_dirname": {"exclude_keys": ["resume", "num_workers"]}}},
     "sweep": {"subdir": "${rmd_job_folder:${hydra.job.override_dirname}}"},
-    "callbacks": {"report": {"_target_": "rmd_plugin.cli.multirun.ReportCallback"}},
+    "callbacks": {
+        "output": {"_target_": "rmd_plugin.cli.output_folder.OutputFolderCallback", "command": "rmd-train"},
+        "report": {"_target_": "rmd_plugin.cli.multirun.ReportCallback"},
+    },
 }
 
 
