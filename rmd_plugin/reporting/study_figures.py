@@ -188,15 +188,16 @@ def spectrum_figure(
             quiet_grid(axes, axis="y")
             _histogram(line[1], arrays[f"{name}/known/scores"], arrays[f"{name}/unknown/scores"], "score")
             line[1].set_title(_with_area(NAMES[name], areas, name), fontsize=SMALL + 1)
-        top = grid[0][0]
-        top.annotate(
+        # in the lower panel: the upper one has the names of the colours
+        note = grid[1][0].annotate(
             f" {threshold} leading",
             (threshold + 0.5, 1.0),
             xycoords=("data", "axes fraction"),
             va="top",
             fontsize=SMALL,
         )
-        top.legend(loc="upper right", frameon=False, labelcolor="linecolor", handlelength=0, fontsize=SMALL)
+        note.set_path_effects([withStroke(linewidth=3, foreground="white")])
+        grid[0][0].legend(loc="upper right", frameon=False, labelcolor="linecolor", handlelength=0, fontsize=SMALL)
         grid[1][0].set_xlabel(f"direction, by {order}" + (" (log)" if len(x) > 100 else ""))
         figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE)
     return figure
