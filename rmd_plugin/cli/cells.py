@@ -377,8 +377,8 @@ def describe(config: DictConfig, features: FeatureSet, rows: Sequence[Row]) -> s
     if config.pretrain:
         parts.append(f"{config.pretrain.max_epochs} epochs of masked tokens")
     if config.train:
-        steps = config.trainer.get("max_steps", -1)
-        parts.append(f"{steps:,} steps" if steps > 0 else f"{config.trainer.max_epochs} epochs")
+        steps, epochs = config.trainer.get("max_steps") or -1, config.trainer.max_epochs
+        parts.append(f"{steps:,} steps" if steps > 0 else "1 epoch" if epochs == 1 else f"{epochs} epochs")
     elif config.backbone.get("checkpoint"):
         parts.append("published weights")
     accuracy = [row.value for row in rows if row.metric == ACCURACY and row.ok]

@@ -219,7 +219,7 @@ def render_summary(summary: Summary, *, base: Path | None = None) -> str:
         body += [doc.heading("Runs without results"), doc.table_block(runs_table(missing, title="", base=base))]
     done = [run for run in runs if run.outcome == "done"]
     if done:
-        body.append(doc.folded(f"The {len(done)} runs that count", doc.table_block(runs_table(done, base=base))))
+        body.append(doc.folded(f"The runs that count ({len(done)})", doc.table_block(runs_table(done, base=base))))
     return doc.document(heading, body)
 
 
