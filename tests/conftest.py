@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-# small tensors: a second thread costs more than it brings, and far more on a busy machine
+# small tensors: a second thread costs more than it brings, and far more on a busy machine; commands in processes of
+# their own too
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
 
