@@ -21,6 +21,7 @@ from rmd_plugin.cli.assembly import one_clear_error
 from rmd_plugin.cli.cells import Cell, CellConfigError, CellResult, CellRunner
 from rmd_plugin.cli.experiments import DOCUMENT, SCALES, check_cells, chosen_studies, load_experiment, reproduce_command
 from rmd_plugin.cli.options import check_options, whole_number
+from rmd_plugin.cli.training_job import brief_warnings
 from rmd_plugin.provenance import collect_versions
 from rmd_plugin.reporting import study_figures as draw
 from rmd_plugin.reporting.reproduction import StudySummary, comparison_table, write_document
@@ -48,7 +49,7 @@ def run(config: DictConfig) -> None:
     Args:
         config: the composed ``conf/reproduce.yaml``.
     """
-    with one_clear_error("rmd-reproduce"):
+    with one_clear_error("rmd-reproduce"), brief_warnings():
         if config.scale not in SCALES:
             raise ValueError(f"scale must be small or paper, got {config.scale!r}.")
         names = chosen_studies(config.study)
