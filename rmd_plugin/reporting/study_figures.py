@@ -189,10 +189,13 @@ def spectrum_figure(
             _histogram(line[1], arrays[f"{name}/known/scores"], arrays[f"{name}/unknown/scores"], "score")
             line[1].set_title(_with_area(NAMES[name], areas, name), fontsize=SMALL + 1)
         # in the lower panel: the upper one has the names of the colours
-        note = grid[1][0].annotate(
-            f" {threshold} leading",
+        lower = grid[1][0]
+        place = lower.transAxes.inverted().transform(lower.transData.transform((threshold + 0.5, 0.0)))[0]
+        note = lower.annotate(
+            f" {threshold} leading ",
             (threshold + 0.5, 1.0),
             xycoords=("data", "axes fraction"),
+            ha="left" if place < 0.7 else "right",
             va="top",
             fontsize=SMALL,
         )
@@ -406,9 +409,16 @@ def _beside(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     height = axes.get_window_extent().height or 1.0
     # in constrained layout the final height is not known yet: about 60 % of the figure's share
     gap = (high - low) * 1.5 * SMALL * (axes.figure.dpi / 72) / max(height, 120)
-    level = -math.inf
-    for value, text, colour in sorted(ends):
-        level = max(value, level + gap)
+    ordered = sorted(ends)
+    levels: list[float] = []
+    for value, _, _ in ordered:
+        levels.append(max(value, levels[-1] + gap) if levels else value)
+    # names that were pushed above the panel come down again, from the highest on
+    ceiling = high
+    for place in reversed(range(len(levels))):
+        levels[place] = min(levels[place], ceiling)
+        ceiling = levels[place] - gap
+    for (_, text, colour), level in zip(ordered, levels, strict=True):
         axes.annotate(
             text,
             (1.0, level),
