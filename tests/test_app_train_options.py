@@ -59,6 +59,7 @@ def watched(folder):
     ("options", "message"),
     [
         (["benchmark=features"], "benchmark.path must be given: add benchmark.path=VALUE."),
+        (["seed=abc"], "seed must be a whole number, got 'abc'."),
         (["+trainer.bogus=1"], "trainer.bogus is no argument"),
         (["trainer.max_epochs=x"], "trainer.max_epochs must be int"),
         (["optimizer.optimizer.lr=abc"], "the optimizer cannot be made"),

@@ -37,6 +37,7 @@ from rmd_plugin.cli.assembly import (
     run_names,
 )
 from rmd_plugin.cli.compare_job import print_tables, write_outputs
+from rmd_plugin.cli.options import whole_number
 from rmd_plugin.cli.relaunch import single_job
 from rmd_plugin.cli.trainer_options import evaluation_device, make_trainer
 from rmd_plugin.comparison import compare
@@ -82,7 +83,7 @@ def run(config: DictConfig) -> float | None:
         # which devices were found, advertisements, how fits went: the table at the end is what the user waits for
         for chatty in ("pytorch_lightning.utilities.rank_zero", "pytorch_ood"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
-        pl.seed_everything(config.seed, workers=True, verbose=False)
+        pl.seed_everything(whole_number(config.seed, "seed"), workers=True, verbose=False)
         if getattr(rank_zero_only, "rank", 0):  # a further process of DDP: it only helps to train
             Job(config, folder).train()
             return None
