@@ -28,7 +28,6 @@ _DAMAGED = (
     lzma.LZMAError,
     EOFError,
     RuntimeError,
-    NotImplementedError,
     ValueError,
     OverflowError,
     OSError,

@@ -44,8 +44,6 @@ _PARSE_ERRORS = (
     RuntimeError,
     MemoryError,
     OverflowError,
-    NotImplementedError,
-    RecursionError,
     UserWarning,
     DeprecationWarning,
     tokenize.TokenError,
