@@ -11,29 +11,29 @@ __version__ = "0.1.0"
 
 # public name -> module that defines it
 _EXPORTS = {
-    "RMD": "detectors",
-    "ClassMoments": "moments",
-    "FlowLikelihood": "flow_detectors",
-    "Mahalanobis": "detectors",
-    "MarginalMahalanobis": "detectors",
-    "Moments": "moments",
-    "NumericalWarning": "functional",
-    "OODMonitor": "callback",
-    "OODScores": "metrics",
-    "PartialMahalanobis": "detectors",
-    "RelativeFlow": "flow_detectors",
-    "load_detector": "base",
+    "RMD": "detectors.mahalanobis",
+    "ClassMoments": "detectors.moments",
+    "FlowLikelihood": "detectors.flows.detectors",
+    "Mahalanobis": "detectors.mahalanobis",
+    "MarginalMahalanobis": "detectors.mahalanobis",
+    "Moments": "detectors.moments",
+    "NumericalWarning": "detectors.functional",
+    "OODMonitor": "monitor.callback",
+    "OODScores": "compare.metrics",
+    "PartialMahalanobis": "detectors.mahalanobis",
+    "RelativeFlow": "detectors.flows.detectors",
+    "load_detector": "detectors.base",
 }
 
 __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
-    from rmd_plugin.base import load_detector
-    from rmd_plugin.callback import OODMonitor
-    from rmd_plugin.detectors import RMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis
-    from rmd_plugin.flow_detectors import FlowLikelihood, RelativeFlow
-    from rmd_plugin.functional import NumericalWarning
-    from rmd_plugin.metrics import OODScores
-    from rmd_plugin.moments import ClassMoments, Moments
+    from rmd_plugin.compare.metrics import OODScores
+    from rmd_plugin.detectors.base import load_detector
+    from rmd_plugin.detectors.flows.detectors import FlowLikelihood, RelativeFlow
+    from rmd_plugin.detectors.functional import NumericalWarning
+    from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis
+    from rmd_plugin.detectors.moments import ClassMoments, Moments
+    from rmd_plugin.monitor.callback import OODMonitor
 
 __getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

@@ -16,9 +16,9 @@ from pytorch_ood.detector import KNN, ODIN, MaxSoftmax
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import rmd_plugin.callback
+import rmd_plugin.monitor.callback
 from rmd_plugin import RMD, Mahalanobis, RelativeFlow
-from rmd_plugin.monitoring.evaluation import Evaluation
+from rmd_plugin.monitor.evaluation import Evaluation
 
 SIZES = {"train": 91, "val": 37, "near": 23, "tiny": 1, "extra": 9}  # none of them even
 
@@ -139,10 +139,10 @@ class Save(pl.Callback):
 
     def setup(self, trainer, module, stage):
         Recording.kept.clear()
-        rmd_plugin.callback.Evaluation = Recording  # here: a spawned process does not inherit it
+        rmd_plugin.monitor.callback.Evaluation = Recording  # here: a spawned process does not inherit it
 
     def on_fit_end(self, trainer, module):
-        monitors = [c for c in trainer.callbacks if isinstance(c, rmd_plugin.callback.OODMonitor)]
+        monitors = [c for c in trainer.callbacks if isinstance(c, rmd_plugin.monitor.callback.OODMonitor)]
         result = {"scores": Recording.kept, "rank": trainer.global_rank}
         for monitor in monitors:
             rows = [row for row in monitor.history if row["metric"] != "fit_seconds"]
@@ -175,7 +175,7 @@ def monitors():
     failing = {"fit": FitFails(shrinkage=0.1), "score": ScoreFails(None)}
     failing["update"] = UpdateFails(shrinkage=0.1, normalize=True)  # with an accumulator of its own
     failing["good"] = Mahalanobis(shrinkage=0.1)
-    make = rmd_plugin.callback.OODMonitor
+    make = rmd_plugin.monitor.callback.OODMonitor
     return [
         make(detectors, **options),
         make(stream, refit="stream", prefix="stream", **options),

@@ -1,6 +1,6 @@
 """The first of two training stages: masked-token pre-training without labels.
 
-The second, fine-tuning with labels, is :class:`rmd_plugin.training.Classifier` on the backbone that loads the first's
+The second, fine-tuning with labels, is :class:`rmd_plugin.app.training.Classifier` on a backbone that loads the first's
 checkpoint.
 """
 

@@ -1,0 +1,97 @@
+"""The Hydra callback that keeps the books of jobs and sweeps.
+
+Config: ``hydra.callbacks.report: {_target_: rmd_plugin.app.multirun.ReportCallback}``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from rmd_plugin.report.run_folder import RunFolder, RunFolderError, describe_error
+
+log = logging.getLogger(__name__)
+
+
+#: written when a sweep begins: other sweeps may have left their jobs in the same folder
+_STARTED = ".started"
+#: written by Hydra when a job begins
+_NOTE = ".hydra/overrides.yaml"
+
+
+class ReportCallback(Callback):
+    """Summarises a sweep when it ends, however it ends, and notes the reason of a job that failed early.
+
+    Neither ever makes a job or a sweep fail: a problem is one warning.
+
+    Args:
+        metric: metric of the summary.
+        reference: detector that the others are compared with.
+    """
+
+    def __init__(self, metric: str = "AUROC", reference: str = "rmd") -> None:
+        self.metric = metric
+        self.reference = reference
+        self._folder: Path | None = None
+        self._started: int | None = None
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Remember folder and time, and report at exit: Hydra calls no end if a job failed or the sweep was stopped."""
+        self._folder = Path(os.path.abspath(config.hydra.sweep.dir))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # the clock of the folder's file system: jobs may run on other machines
+        stamp = self._folder / _STARTED
+        stamp.write_text(f"{os.getpid()}\n", encoding="utf-8")
+        self._started = stamp.stat().st_mtime_ns
+        atexit.register(self._report)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Report on all jobs."""
+        atexit.unregister(self._report)
+        if self._folder is None:
+            self._folder = Path(os.path.abspath(config.hydra.sweep.dir))
+        self._report()
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Write why a job failed, if it failed before it could do so itself."""
+        if job_return.status is not JobStatus.FAILED:
+            return
+        folder = RunFolder(config.hydra.runtime.output_dir)
+        try:
+            try:
+                ended = folder.read_status().state != "running"
+            except (FileNotFoundError, RunFolderError):
+                ended = False
+            if not ended:
+                # the property of this name raises the job's error instead of returning it
+                error = job_return._return_value
+                reason = describe_error(error) if isinstance(error, BaseException) else "it raised an error"
+                folder.finish("failed", reason)
+        except Exception as problem:
+            log.warning("The reason of the failed job could not be written: %s", describe_error(problem))
+
+    def _jobs(self) -> list[Path] | None:
+        """Folders of this sweep's jobs, those that were finished before too: Hydra notes its overrides in every one."""
+        if self._folder is None or self._started is None:
+            return None
+        begun = {note.parents[1]: note.stat().st_mtime_ns for note in self._folder.rglob(_NOTE)}
+        if not begun:  # hydra.output_subdir=null
+            return None
+        return sorted((job for job, when in begun.items() if when >= self._started), key=begun.__getitem__)
+
+    def _report(self) -> None:
+        if self._folder is None or not self._folder.is_dir():
+            return
+        try:
+            from rmd_plugin.app.report import report_multirun
+
+            report_multirun(self._folder, jobs=self._jobs(), metric=self.metric, reference=self.reference)
+        except Exception as problem:
+            log.warning("The sweep could not be summarised: %s", describe_error(problem))

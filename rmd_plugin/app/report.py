@@ -1,0 +1,125 @@
+"""``rmd-report DIR...``: every run below some folders in one table. Imports what it needs when it needs it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rmd_plugin.report.aggregate import Summary
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: the command line, by default that of the process.
+
+    Returns:
+        0 if a run was found, even one that failed; 1 if there was none.
+    """
+    options = _parser().parse_args(arguments)
+    folders = [Path(folder) for folder in options.folders]
+    output = Path(options.output) if options.output else folders[0] if len(folders) == 1 else Path.cwd()
+    try:
+        summary, files = write_aggregate(folders, output, metric=options.metric, reference=options.reference)
+    except (OSError, ValueError) as error:
+        print(f"rmd-report: {error}", file=sys.stderr)
+        return 1
+    if not files:
+        for run in summary.runs:
+            print(f"rmd-report: {run.path}: {run.reason}.", file=sys.stderr)
+        print(f"rmd-report: no runs below {', '.join(map(str, folders))}.", file=sys.stderr)
+        return 1
+    print_summary(summary, files)
+    return 0
+
+
+def write_aggregate(
+    folders: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], *, metric: str, reference: str
+) -> tuple[Summary, list[Path]]:
+    """Gather the runs below the folders and write their summary.
+
+    Args:
+        folders: where to look.
+        output: folder to write to.
+        metric: the metric.
+        reference: the detector that the others are compared with.
+
+    Returns:
+        The summary, and the files; none if there is no run.
+    """
+    from rmd_plugin.report.aggregate import summarise
+    from rmd_plugin.report.gather import gather_runs
+    from rmd_plugin.report.summary import write_summary
+
+    runs = gather_runs(folders)
+    summary = summarise(runs, metric=metric, reference=reference)
+    # folders that could not be read are not runs
+    found = any(run.rows or run.outcome != "unreadable" or run.path.is_dir() for run in runs)
+    return summary, write_summary(summary, output) if found else []
+
+
+def report_multirun(
+    folder: str | os.PathLike[str],
+    *,
+    jobs: Sequence[Path] | None = None,
+    metric: str = "AUROC",
+    reference: str = "rmd",
+) -> Path | None:
+    """Summarise a sweep in its own folder; what rmd-train does by itself at the end of every multirun.
+
+    Args:
+        folder: folder of the sweep.
+        jobs: folders of its jobs; None takes every run below the folder.
+        metric: the metric.
+        reference: the detector that the others are compared with.
+
+    Returns:
+        The page, or None if no job left anything.
+    """
+    summary, files = write_aggregate([folder] if jobs is None else jobs, folder, metric=metric, reference=reference)
+    if not files:
+        return None
+    print_summary(summary, files)
+    return files[0]
+
+
+def print_summary(summary: Summary, files: Sequence[Path]) -> None:
+    """Show the overall table, what failed, and where the files are."""
+    from rich.console import Console
+
+    from rmd_plugin.report.summary import terminal_tables
+    from rmd_plugin.report.table import to_terminal
+
+    console = Console()
+    for table in terminal_tables(summary, console.width):
+        console.print(to_terminal(table))
+    for run in (run for run in summary.runs if run.outcome != "done"):
+        what = f"{run.path} ({run.name})" if run.name else str(run.path)
+        console.print(f"{run.outcome}: {what}: {run.reason}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Report: {files[0]}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rmd-report",
+        description="Gather every run below the folders into one table: mean and standard deviation over seeds, "
+        "ranks over benchmarks, paired difference to RMD with its interval.",
+        epilog="Writes summary.html, summary.md, summary.tex, summary.csv and runs.csv.",
+    )
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="folder of a run, of a sweep, or of many")
+    parser.add_argument("-o", "--output", metavar="DIR", help="where to write; default: DIR if there is one, else here")
+    parser.add_argument("-m", "--metric", default="AUROC", help="metric to summarise (default: %(default)s)")
+    parser.add_argument(
+        "-r", "--reference", default="rmd", help="detector to compare the others with (default: %(default)s)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

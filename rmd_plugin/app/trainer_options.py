@@ -1,0 +1,96 @@
+"""``conf/trainer`` -> a Lightning trainer: every argument passes straight through, and a wrong one is one sentence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+
+import pytorch_lightning as pl
+import torch
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from rmd_plugin.app.assembly import choose_device, instantiate_plainly
+
+#: ``sync_batchnorm: auto``
+_AUTO = "auto"
+
+
+def make_trainer(node: DictConfig, **ours: Any) -> pl.Trainer:
+    """The trainer of a config.
+
+    Args:
+        node: the config: ``_target_`` and arguments of the trainer. ``sync_batchnorm: auto`` is true on GPUs.
+        ours: arguments that win over those of the config.
+
+    Raises:
+        ValueError: if an argument is unknown or of the wrong kind, or if there is no such device here.
+    """
+    known = inspect.signature(get_class(node._target_)).parameters
+    given: dict[str, Any] = {str(name): node[name] for name in node if name != "_target_"}
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        # listed in conf/trainer, but not in this release of Lightning
+        given = {name: value for name, value in given.items() if name in known or value is not None}
+        for name in given.keys() - known.keys():
+            raise ValueError(
+                f"trainer.{name} is no argument of {node._target_} {pl.__version__}; it has {', '.join(known)}."
+            )
+    _check_kinds(get_class(node._target_), given)
+    if given.get("sync_batchnorm") == _AUTO:
+        given["sync_batchnorm"] = evaluation_device(given) != torch.device("cpu")
+    plain = OmegaConf.create({"_target_": node._target_, **given})
+    try:
+        return cast(pl.Trainer, instantiate_plainly(plain, {"_partial_": True})(**ours))
+    except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
+        where = f"accelerator={given.get('accelerator')} devices={given.get('devices')}"
+        raise ValueError(
+            f"Lightning makes no trainer of these options ({where}): {' '.join(str(error).split())} "
+            "Change trainer.NAME=VALUE; trainer=cpu runs everywhere."
+        ) from error
+
+
+def evaluation_device(node: Mapping[str, Any] | DictConfig) -> torch.device:
+    """The device that a trainer of these options works on, in its first process.
+
+    Args:
+        node: ``accelerator`` and ``devices`` of the trainer.
+    """
+    accelerator, devices = node.get("accelerator", _AUTO), node.get("devices")
+    if accelerator == "cpu":
+        return torch.device("cpu")
+    found = choose_device(_AUTO)
+    if accelerator != _AUTO and found.type == "cpu":
+        return found  # Lightning says it better, where it is asked to train
+    first = devices[0] if isinstance(devices, Sequence) and not isinstance(devices, str) else None
+    return found if found.type == "cpu" or not isinstance(first, int) else torch.device(found.type, first)
+
+
+def _check_kinds(trainer: type, given: Mapping[str, Any]) -> None:
+    """Refuse words where numbers belong: Lightning would compare them with numbers somewhere inside the training."""
+    try:
+        hints = get_type_hints(trainer.__init__)  # type: ignore[misc]
+    except (NameError, TypeError):
+        return
+    for name, value in given.items():
+        if isinstance(value, str) and name in hints and value != _AUTO and not _takes(hints[name], value):
+            kinds = dict.fromkeys(kind for kind in _kinds(hints[name]) if isinstance(kind, type))
+            wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise ValueError(f"trainer.{name} must be {wanted}, got {value!r}.")
+
+
+def _takes(hint: Any, text: str) -> bool:
+    kinds = list(_kinds(hint))
+    return str in kinds or Path in kinds or Any in kinds or text in [k for k in kinds if isinstance(k, str)]
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The alternatives of a type hint; of ``Literal`` its values."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    parts = get_args(hint)
+    if not parts or get_origin(hint) in (list, dict):
+        return [hint]
+    return [kind for part in parts for kind in _kinds(part)]

@@ -1,0 +1,1 @@
+"""Detectors x benchmark -> rows: what each detector is fed, extraction, cache, metrics."""

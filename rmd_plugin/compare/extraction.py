@@ -1,0 +1,224 @@
+"""A benchmark's splits through a backbone's encoder: each split once, from the cache or from the network."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset
+from tqdm.auto import tqdm
+
+from rmd_plugin.compare.cache import FeatureCache
+from rmd_plugin.compare.fingerprint import (
+    FingerprintError,
+    dataset_fingerprint,
+    encoder_fingerprint,
+    fingerprint,
+    hash_items,
+)
+from rmd_plugin.encoding.features import pool_features
+from rmd_plugin.encoding.isolation import evaluating
+
+log = logging.getLogger(__name__)
+
+TRAIN, VAL, TEST = "train", "val", "test"
+
+_KEY_VERSION = "rmd-features-1"
+#: samples that are encoded again to see whether cached features are still true
+_PROBES = 4
+
+
+class BenchmarkLike(Protocol):
+    """What a comparison needs of a benchmark; every ``pytorch_ood.benchmark.Benchmark`` has it.
+
+    Ours have more: ``fit_set`` (the training data without augmentation), ``val_set``, ``distance``, ``num_classes``.
+    """
+
+    ood_names: list[str]
+
+    def train_set(self) -> Dataset[Any]:
+        """In-distribution training data."""
+
+    def test_sets(self, known: bool = True, unknown: bool = True) -> list[Dataset[Any]]:
+        """Test sets, see ``pytorch_ood.benchmark.Benchmark``."""
+
+
+@dataclass(frozen=True, eq=False)
+class SplitFeatures:
+    """One split after the encoder.
+
+    Attributes:
+        features: shape (N, D), on the CPU.
+        labels: shape (N,), below zero for OOD samples.
+        cached: whether they came from the disk.
+    """
+
+    features: Tensor
+    labels: Tensor
+    cached: bool = False
+
+
+class Extractor:
+    """Features of a benchmark's splits.
+
+    Splits are ``train`` (without augmentation where the benchmark offers that), ``val``, ``test`` and the names of the
+    OOD sets. A split is encoded when it is first asked for, in evaluation mode and without gradients.
+
+    Args:
+        benchmark: the data.
+        backbone: a module with ``.encoder``; its ``test_transform`` is put in front of the data if it has one.
+        cache: where to keep features, or None.
+        batch_size: samples per forward pass.
+        num_workers: processes that prepare the data.
+        device: where the encoder runs.
+        names: what ``entry.json`` of the cache says besides, for people.
+        progress: show a bar with the time left for every pass.
+    """
+
+    def __init__(
+        self,
+        benchmark: BenchmarkLike,
+        backbone: nn.Module,
+        *,
+        cache: FeatureCache | None = None,
+        batch_size: int = 256,
+        num_workers: int = 0,
+        device: str | torch.device = "cpu",
+        names: dict[str, str] | None = None,
+        progress: bool = True,
+    ) -> None:
+        if batch_size < 1 or num_workers < 0:
+            raise ValueError(f"batch_size must be >= 1 and num_workers >= 0, got {batch_size} and {num_workers}.")
+        self.benchmark, self.backbone, self.cache = benchmark, backbone, cache
+        self.encoder = cast(nn.Module, getattr(backbone, "encoder", backbone))
+        self.batch_size, self.num_workers, self.device = batch_size, num_workers, torch.device(device)
+        self.names, self.progress = dict(names or {}), progress
+        self._found: dict[str, SplitFeatures] = {}
+        self._weights: str | None = None
+
+    @property
+    def distance(self) -> dict[str, str]:
+        """OOD set -> ``near``, ``far`` or, where the benchmark does not say, an empty text."""
+        tags = getattr(self.benchmark, "distance", {})
+        return {name: str(tags.get(name, "")) for name in self.benchmark.ood_names}
+
+    def dataset(self, split: str) -> Dataset[Any]:
+        """The data of a split behind the backbone's transform, without augmentation.
+
+        Args:
+            split: ``train``, ``val``, ``test`` or the name of an OOD set.
+
+        Raises:
+            KeyError: if there is no such split.
+        """
+        dataset = self._raw(split)
+        transform = getattr(self.backbone, "test_transform", None)
+        replace = getattr(dataset, "with_transform", None)
+        return replace(transform) if transform is not None and callable(replace) else dataset
+
+    def loader(self, split: str, *, batch_size: int | None = None) -> DataLoader[Any]:
+        """Batches of a split in order. The global random state is neither used nor changed."""
+        return self._loader(self.dataset(split), batch_size)
+
+    def bar(self, loader: DataLoader[Any], title: str) -> Iterator[Any]:
+        """The batches of a loader behind a progress bar."""
+        # leave=False: a finished bar would stand between the tables
+        return iter(tqdm(loader, desc=title, unit="batch", leave=False, disable=not self.progress))
+
+    def features(self, split: str) -> SplitFeatures:
+        """Features and labels of a split, computed or read the first time and kept from then on."""
+        if split not in self._found:
+            self._found[split] = self._fetch(split)
+        return self._found[split]
+
+    def _raw(self, split: str) -> Dataset[Any]:
+        if split == TRAIN:
+            fit_set: Callable[[], Dataset[Any]] = getattr(self.benchmark, "fit_set", self.benchmark.train_set)
+            return fit_set()
+        if split == VAL and hasattr(self.benchmark, "val_set"):
+            return cast(Dataset[Any], self.benchmark.val_set())
+        if split == TEST:
+            return self.benchmark.test_sets(known=True, unknown=False)[0]
+        names = list(self.benchmark.ood_names)
+        if split not in names:
+            raise KeyError(f"there is no split {split!r}; there are train, val, test and {', '.join(names)}.")
+        return self.benchmark.test_sets(known=False, unknown=True)[names.index(split)]
+
+    def _loader(self, dataset: Dataset[Any], batch_size: int | None = None) -> DataLoader[Any]:
+        return DataLoader(
+            dataset,
+            batch_size=batch_size or self.batch_size,
+            num_workers=self.num_workers,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),
+        )
+
+    def _fetch(self, split: str) -> SplitFeatures:
+        dataset = self.dataset(split)
+        count = len(dataset)  # type: ignore[arg-type]
+        if count == 0:
+            raise ValueError(f"the split {split!r} holds no sample.")
+        key = None if self.cache is None else self._key(dataset, split)
+        if self.cache is None or key is None:
+            parts = list(self._encode(dataset, f"encode {split}"))
+            features, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
+            return SplitFeatures(torch.from_numpy(features), torch.from_numpy(labels))
+        found = self.cache.fetch(
+            key,
+            lambda: self._encode(dataset, f"encode {split}"),
+            count,
+            about={"split": split, **self.names},
+            still_true=lambda features: self._still_true(dataset, features),
+        )
+        log.debug("%s: %s features in %s", split, "found" if found.hit else "wrote", found.folder)
+        return SplitFeatures(torch.from_numpy(found.features), torch.from_numpy(found.labels), cached=found.hit)
+
+    def _encode(self, dataset: Dataset[Any], title: str | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        self.encoder.to(self.device)
+        loader = self._loader(dataset)
+        with evaluating(self.encoder), torch.no_grad():
+            for batch in loader if title is None else self.bar(loader, title):
+                if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                    raise ValueError(f"the data set must give pairs (x, label), got a {type(batch).__name__}.")
+                x, y = batch
+                z = pool_features(self.encoder(x.to(self.device)).detach())
+                # numpy has no bfloat16, and half precision would lose the covariances
+                z = z if z.dtype == torch.float64 else z.float()
+                yield z.cpu().numpy(), torch.as_tensor(y).cpu().numpy().astype(np.int64)
+
+    def _key(self, dataset: Dataset[Any], split: str) -> str | None:
+        """Hash of weights, data and transform; None if the transform has no content to hash."""
+        try:
+            data = dataset_fingerprint(dataset)
+            if data is None:
+                data = hash_items(cast(DataLoader[Any], self.bar(self._loader(dataset), f"hash {split}")))
+            if self._weights is None:
+                self._weights = encoder_fingerprint(self.backbone)
+            # some transforms settle their state in the first call (tokenizers remember how they padded)
+            dataset[0]
+            transform = fingerprint(getattr(dataset, "transform", None))
+            release = ".".join(torch.__version__.split(".")[:2])
+            return fingerprint([_KEY_VERSION, self._weights, data, transform, release])
+        except FingerprintError as error:
+            log.warning("Features are not cached: %s", error)
+            return None
+
+    def _still_true(self, dataset: Dataset[Any], features: np.ndarray) -> bool:
+        """Encode a few samples again: code and libraries change without changing any hash."""
+        places = sorted({round(part * (len(features) - 1) / (_PROBES - 1)) for part in range(_PROBES)})
+        workers, self.num_workers = self.num_workers, 0
+        try:
+            fresh = np.concatenate([part for part, _ in self._encode(Subset(dataset, places), None)])
+        finally:
+            self.num_workers = workers
+        kept = np.asarray(features[places])
+        if fresh.shape != kept.shape or fresh.dtype != kept.dtype:
+            return False
+        # other batch sizes and thread counts round differently, in the last digits only
+        size = float(np.abs(kept).max()) or 1.0
+        return bool(np.allclose(fresh, kept, rtol=1e-3, atol=1e-4 * size))

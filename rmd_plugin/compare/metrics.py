@@ -1,0 +1,256 @@
+"""OOD metrics over any number of processes: scores and labels -> AUROC, AUPR-IN, AUPR-OUT, FPR95TPR.
+
+The definitions are the framework's (``pytorch_ood.metrics.functional``), the distribution is torchmetrics': states of
+kind "cat". Scores are taken as they are, without the sigmoid that torchmetrics' own binary metrics apply.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pytorch_ood.metrics.functional import aupr, auroc, fpr_at_tpr
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from rmd_plugin.encoding.features import check_labels
+
+#: the metrics, named as the framework names them
+METRICS = ("AUROC", "AUPR-IN", "AUPR-OUT", "FPR95TPR")
+
+#: name under which the average over the OOD sets is reported
+MEAN = "mean"
+
+
+def ood_metrics(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """The four metrics of one detector on one OOD set.
+
+    Args:
+        scores: outlier scores of shape (N,), higher means more likely OOD.
+        labels: shape (N,); labels below zero mark OOD samples.
+
+    Returns:
+        AUROC, AUPR-IN, AUPR-OUT and FPR95TPR as float64 scalars.
+
+    Raises:
+        ValueError: if scores are NaN, or there is no ID or no OOD sample.
+    """
+    values = (
+        auroc(scores, labels),
+        aupr(scores, labels, positive="id"),
+        aupr(scores, labels, positive="ood"),
+        fpr_at_tpr(scores, labels, tpr=0.95),
+    )
+    return dict(zip(METRICS, values, strict=True))
+
+
+def compare_sets(inliers: Tensor, outliers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The four metrics of one detector on several OOD sets, and their mean over the sets.
+
+    Args:
+        inliers: scores of the ID samples, shape (N,).
+        outliers: scores of the samples of each OOD set, by its name.
+
+    Returns:
+        Values under ``"<set>/<metric>"`` and ``"mean/<metric>"``.
+    """
+    results: dict[str, Tensor] = {}
+    for name, scores in outliers.items():
+        labels = torch.cat([torch.zeros_like(inliers, dtype=torch.long), torch.full_like(scores, -1, dtype=torch.long)])
+        for metric, value in ood_metrics(torch.cat([inliers, scores]), labels).items():
+            results[f"{name}/{metric}"] = value
+    for metric in METRICS if outliers else ():
+        results[f"{MEAN}/{metric}"] = torch.stack([results[f"{name}/{metric}"] for name in outliers]).mean()
+    return results
+
+
+class OODScores(Metric):
+    """Collects the outlier scores of one detector and compares ID samples with one or more OOD sets.
+
+    Args:
+        ood: names of the OOD sets.
+        kwargs: options of :class:`torchmetrics.Metric`.
+
+    Example:
+        >>> import torch
+        >>> from rmd_plugin.compare.metrics import OODScores
+        >>> metric = OODScores(["svhn"])
+        >>> metric.update(torch.tensor([0.1, 700.0, 0.3]), torch.tensor([2, -1, 0]))
+        >>> float(metric.compute()["svhn/AUROC"])
+        1.0
+    """
+
+    full_state_update: bool = False
+    is_differentiable: bool = False
+    scores: list[Tensor]
+    groups: list[Tensor]
+
+    def __init__(self, ood: Sequence[str] = ("ood",), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.ood = check_set_names(ood)
+        self.add_state("scores", [], dist_reduce_fx="cat")
+        self.add_state("groups", [], dist_reduce_fx="cat")
+
+    def update(self, scores: Tensor, labels: Tensor, ood: str | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            scores: outlier scores of shape (B,), higher means more likely OOD.
+            labels: shape (B,); samples with a label below zero belong to the OOD set, the others are ID.
+            ood: name of the OOD set; by default the first one.
+
+        Raises:
+            TypeError: if labels are not integers.
+            ValueError: if the shapes do not fit, or there is no OOD set of that name.
+        """
+        if scores.ndim != 1:
+            raise ValueError(f"scores must have shape (B,), one per sample, got {tuple(scores.shape)}.")
+        check_labels(labels, len(scores))
+        name = self.ood[0] if ood is None else ood
+        if name not in self.ood:
+            raise ValueError(f"there is no OOD set {name!r}. Expected one of: {', '.join(self.ood)}.")
+        # MPS has no float64; float64 keeps the order and the ties of scores of any precision
+        device = scores.device if scores.device.type != "mps" else torch.device("cpu")
+        with torch.inference_mode(False):
+            scores = scores.detach().to(device, torch.float64, copy=True)
+            group = torch.full_like(scores, self.ood.index(name) + 1, dtype=torch.long)
+            self.scores.append(scores.to(self.device))
+            self.groups.append(group.masked_fill_(labels.to(device) >= 0, 0).to(self.device))
+
+    def compute(self) -> dict[str, Tensor]:
+        """The metrics of each OOD set that has samples, and their mean, over all processes together.
+
+        Returns:
+            Values under ``"<set>/<metric>"`` and ``"mean/<metric>"``, ready for ``LightningModule.log_dict``.
+
+        Raises:
+            ValueError: if scores are NaN, or there is no ID or no OOD sample at all.
+        """
+        inliers, outliers = self._split()
+        if not len(inliers) or not outliers:
+            raise ValueError(
+                f"metrics need ID and OOD samples, got {len(inliers)} ID samples and "
+                f"{sum(map(len, outliers.values()))} OOD samples."
+            )
+        return compare_sets(inliers, outliers)
+
+    def gather(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """All scores, of all processes together: those of the ID samples, and those of each OOD set with samples.
+
+        Every process has to call it. The order of the scores is not defined.
+        """
+        with self.sync_context(dist_sync_fn=self.dist_sync_fn):
+            return self._split()
+
+    def _split(self) -> tuple[Tensor, dict[str, Tensor]]:
+        if not len(self.scores):
+            return torch.zeros(0, dtype=torch.float64, device=self.device), {}
+        scores, groups = dim_zero_cat(self.scores), dim_zero_cat(self.groups)
+        sets = {name: scores[groups == number] for number, name in enumerate(self.ood, start=1)}
+        return scores[groups == 0], {name: found for name, found in sets.items() if len(found)}
+
+    def _sync_dist(
+        self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any | None = None
+    ) -> None:
+        # torchmetrics would gather a float32 tensor from a rank without data, and int64 or float64 from the others
+        if not self.scores:
+            self.scores = [torch.zeros(0, dtype=torch.float64, device=self.device)]
+            self.groups = [torch.zeros(0, dtype=torch.long, device=self.device)]
+        super()._sync_dist(dist_sync_fn, process_group=process_group)
+
+
+class FeatureRows(Metric):
+    """Collects rows of features (or logits) with their labels, in an order that does not depend on the processes.
+
+    For detectors that need all features at once. Memory grows with the number of samples; it is kept on the CPU.
+
+    Args:
+        kwargs: options of :class:`torchmetrics.Metric`.
+    """
+
+    full_state_update: bool = False
+    is_differentiable: bool = False
+    rows: list[Tensor]
+    labels: list[Tensor]
+    index: list[Tensor]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name in ("rows", "labels", "index"):
+            self.add_state(name, [], dist_reduce_fx="cat")
+
+    def update(self, rows: Tensor, labels: Tensor, index: Tensor) -> None:
+        """Add a batch. Samples with a label below zero are skipped.
+
+        Args:
+            rows: features or logits, shape (B, D).
+            labels: shape (B,).
+            index: place of each sample in the whole set, shape (B,).
+
+        Raises:
+            ValueError: if rows are NaN or infinite, or the shapes do not fit.
+        """
+        check_labels(labels, len(rows))
+        known = labels >= 0
+        with torch.inference_mode(False):
+            rows, labels = rows.detach()[known].cpu().clone(), labels[known].cpu().clone()
+            bad = int((~rows.isfinite()).any(1).sum())
+            if bad:
+                raise ValueError(f"{bad} of {len(rows)} samples have NaN or infinite values. The batch was not added.")
+            self.rows.append(rows)
+            self.labels.append(labels)
+            self.index.append(index.to(known.device)[known].cpu().clone())
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """Rows (N, D) and labels (N,) of all processes, ordered by index.
+
+        Raises:
+            ValueError: if no sample with a label >= 0 was seen.
+        """
+        index = dim_zero_cat(self.index) if len(self.index) else torch.zeros(0)
+        if not len(index):
+            raise ValueError("no in-distribution sample (label >= 0) was seen: there is nothing to fit.")
+        order = index.argsort(stable=True)
+        return dim_zero_cat(self.rows)[order], dim_zero_cat(self.labels)[order]
+
+    def _sync_dist(
+        self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any | None = None
+    ) -> None:
+        group = process_group or self.process_group
+        # a rank without data has to gather empty tensors of the shape and type of the others
+        width = self.rows[0].shape[1] if self.rows else 0
+        wide = self.rows[0].dtype == torch.float64 if self.rows else False
+        shapes = dist_sync_fn(torch.tensor([width, int(wide)], device=self.device), group=group)
+        width, precise = (int(size) for size in torch.stack(shapes).amax(0))
+        if not self.rows:
+            self.rows = [torch.zeros(0, width)]
+            self.labels, self.index = ([torch.zeros(0, dtype=torch.long)] for _ in range(2))
+        dtype = torch.float64 if precise else torch.float32
+        self.rows = [dim_zero_cat(self.rows).to(self.device, dtype)]
+        self.labels = [dim_zero_cat(self.labels).to(self.device, torch.long)]
+        self.index = [dim_zero_cat(self.index).to(self.device, torch.long)]
+        super()._sync_dist(dist_sync_fn, process_group=process_group)
+
+
+def check_set_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Refuse names of OOD sets that could not be told apart in a metric's name."""
+    names = tuple(names)
+    bad = [name for name in names if not isinstance(name, str) or not name or "/" in name or name == MEAN]
+    if bad or not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"expected names of OOD sets, each once, without '/' and not {MEAN!r}, got {', '.join(map(repr, names))}."
+        )
+    return names
+
+
+@contextmanager
+def quiet_compute() -> Iterator[None]:
+    """Silence torchmetrics where a process has no data of its own, which is no mistake here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
+        yield

@@ -1,0 +1,1 @@
+"""What is fitted and scores: moments, Gaussian detectors, flows."""

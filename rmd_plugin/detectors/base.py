@@ -1,0 +1,348 @@
+"""What all our detectors share: an encoder, streaming fits, chunked scoring, saving and export.
+
+A :class:`StatefulDetector` keeps what it has fitted as a dict of plain tensors. The framework's own ``.to(device)``
+moves it, ``state_dict`` writes it, and the scoring is an ``nn.Module`` built from it, which is also what is exported.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from os import PathLike
+from typing import Any, ClassVar
+
+import torch
+from pytorch_ood.api import FeaturesDetector, ModelNotSetException, RequiresFittingException
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from typing_extensions import Self
+
+from rmd_plugin.detectors.functional import NumericalWarning
+from rmd_plugin.encoding.features import check_features
+from rmd_plugin.encoding.isolation import evaluating
+
+Encoder = Callable[[Tensor], Tensor]
+
+_FORMAT = 1
+
+
+class StatefulDetector(FeaturesDetector):
+    """Base class of our detectors.
+
+    Subclasses list their options in ``_options`` (attributes of the same name), fill :attr:`_state` in their fit and
+    build the scoring module in :meth:`_build_module`.
+
+    Args:
+        encoder: maps inputs to features of shape (B, D) or maps of shape (B, C, H, W). May be None where only
+            ``fit_features``, ``fit_moments`` and ``predict_features`` are used.
+
+    Attributes:
+        interrupted: whether Ctrl-C cut the last fit short. The detector has what was found until then.
+    """
+
+    requires_fit = True
+    interrupted = False
+    _options: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, encoder: Encoder | None = None) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self._state: dict[str, Tensor] = {}
+        self._fitted_options: dict[str, Any] = {}
+        self._modules: dict[torch.dtype, nn.Module] = {}
+
+    @abstractmethod
+    def _build_module(self, dtype: torch.dtype) -> nn.Module:
+        """Scoring module with ``forward`` -> (B,) and ``class_scores`` -> (B, K')."""
+
+    @abstractmethod
+    def _score_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Precision in which features of ``dtype`` are scored."""
+
+    # -- fitting --------------------------------------------------------------------------------------------------
+
+    def _encoded_batches(self, loader: Iterable[Any], *, progress: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Features and labels of the in-distribution samples of a loader, batch by batch, in evaluation mode."""
+        if self.encoder is None:
+            raise ModelNotSetException("fit(loader) needs an encoder. Pass one, or use fit_features(z, y).")
+        device = self.device
+        bar = tqdm(loader, desc=f"fit {type(self).__name__}", unit="batch", disable=not progress, leave=False)
+        with evaluating(self.encoder), torch.no_grad():
+            for batch in bar:
+                if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                    found = f"{type(batch).__name__} of length {len(batch)}" if hasattr(batch, "__len__") else batch
+                    raise ValueError(f"the loader must yield pairs (x, y), got a {found}.")
+                x, y = batch
+                known = y >= 0
+                if not bool(known.all()):
+                    x, y = x[known], y[known]
+                if len(y):
+                    yield self.encoder(x if device is None else x.to(device)), y
+
+    def _set_fitted(self, state: dict[str, Tensor], num_classes: int, num_features: int) -> Self:
+        """Take over fitted tensors, on the detector's device if it has one."""
+        device = self.device
+        self._modules.clear()
+        self._state = {name: tensor if device is None else tensor.to(device) for name, tensor in state.items()}
+        self._fitted_options = self.options | {"num_classes": num_classes, "num_features": num_features}
+        return self
+
+    @staticmethod
+    def _warn_missing_classes(counts: Tensor) -> None:
+        """Warn about classes without a sample. They are never nearest."""
+        missing = (counts == 0).nonzero().flatten().tolist()
+        if missing:
+            names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            warnings.warn(
+                f"{len(missing)} of {len(counts)} classes have no sample and are never nearest: {names}.",
+                NumericalWarning,
+                stacklevel=4,
+            )
+
+    # -- scoring --------------------------------------------------------------------------------------------------
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Outlier scores of inputs, which pass through the encoder as it is (its mode is not changed).
+
+        Args:
+            x: batch of inputs.
+
+        Returns:
+            Scores of shape (B,); higher means more likely out-of-distribution.
+
+        Raises:
+            RequiresFittingException: if the detector was not fitted.
+            ModelNotSetException: if it has no encoder.
+        """
+        self._require_fit()
+        if self.encoder is None:
+            raise ModelNotSetException("predict(x) needs an encoder. Pass one, or use predict_features(z).")
+        device = self.device
+        with torch.no_grad():
+            return self.predict_features(self.encoder(x if device is None else x.to(device)))
+
+    def predict_features(self, z: Tensor) -> Tensor:
+        """Outlier scores of features.
+
+        A sample with NaN or infinite features scores NaN. An empty batch gives an empty tensor.
+
+        Args:
+            z: features of shape (B, D), or maps of shape (B, C, H, W), which are averaged over space.
+
+        Returns:
+            Scores of shape (B,); higher means more likely out-of-distribution.
+
+        Raises:
+            RequiresFittingException: if the detector was not fitted.
+            ValueError: if the shape of the features does not fit.
+        """
+        return self._map_chunks(z, lambda module, rows: module(rows))
+
+    def class_scores(self, z: Tensor) -> Tensor:
+        """Score of every class, whose minimum over the classes is the outlier score.
+
+        Args:
+            z: features of shape (B, D) or (B, C, H, W).
+
+        Returns:
+            Scores of shape (B, K), where column k belongs to label k; infinite for classes without a training sample.
+        """
+        classes, total = self._require_classes(), self.n_classes
+
+        def score(module: nn.Module, rows: Tensor) -> Tensor:
+            scores = module.class_scores(rows)  # type: ignore[operator]
+            if len(classes) == total:
+                return scores
+            return scores.new_full((len(rows), total), torch.inf).index_copy_(1, classes, scores)
+
+        return self._map_chunks(z, score)
+
+    def nearest_class(self, z: Tensor) -> Tensor:
+        """Label of the class with the smallest score.
+
+        Args:
+            z: features of shape (B, D) or (B, C, H, W).
+
+        Returns:
+            Labels of shape (B,).
+        """
+        classes = self._require_classes()
+        # inside a chunk: the (B, K) scores of all samples never exist at once
+        nearest = self._map_chunks(z, lambda m, rows: m.class_scores(rows).argmin(1))  # type: ignore[operator]
+        return classes[nearest]
+
+    def _map_chunks(self, z: Tensor, score: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        """Apply the scoring module to row chunks that fit the cache (or, on a GPU, its memory)."""
+        self._require_fit()
+        check_features(z, self.num_features)
+        device = self.device
+        if device is not None:
+            z = z.to(device)
+        module = self._module(self._score_dtype(z.dtype))
+        result = torch.float64 if z.dtype == torch.float64 else torch.float32
+        rows = self._chunk_rows(z.device)
+        # autocast would run the matrix products in half precision
+        with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
+            scores = torch.cat([score(module, part) for part in z.split(rows)])
+            return scores.to(result) if scores.is_floating_point() else scores
+
+    def _chunk_rows(self, device: torch.device) -> int:
+        """Samples that are scored at a time."""
+        budget = 2**20 if device.type == "cpu" else 2**26
+        return max(64, budget // max(self.num_features, self.n_classes, 1))
+
+    def _module(self, dtype: torch.dtype) -> nn.Module:
+        if dtype not in self._modules:
+            with torch.inference_mode(False):
+                self._modules[dtype] = self._build_module(dtype).requires_grad_(False).eval()
+        return self._modules[dtype]
+
+    def _require_fit(self) -> None:
+        if not self._state:
+            raise RequiresFittingException(
+                f"{type(self).__name__} is not fitted. Call fit(loader), fit_features(z, y) or load a fitted one."
+            )
+
+    def _require_classes(self) -> Tensor:
+        self._require_fit()
+        return self._state["classes"]
+
+    @property
+    def n_classes(self) -> int:
+        """K, including classes without a training sample."""
+        self._require_fit()
+        return int(self._fitted_options["num_classes"])
+
+    @property
+    def num_features(self) -> int:
+        """Width D of the features that the detector was fitted on."""
+        self._require_fit()
+        return int(self._fitted_options["num_features"])
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the detector can score."""
+        return bool(self._state)
+
+    # -- saving and export ----------------------------------------------------------------------------------------
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that the detector was made with, as keyword arguments."""
+        return {name: getattr(self, name) for name in self._options}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was fitted, as plain tensors and numbers. The encoder is not part of it."""
+        self._require_fit()
+        return {
+            "format": _FORMAT,
+            "detector": type(self).__name__,
+            "options": dict(self._fitted_options),
+            "tensors": {name: tensor.detach().clone() for name, tensor in self._state.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> Self:
+        """Take over what :meth:`state_dict` gave, including the options it was fitted with.
+
+        Args:
+            state: result of :meth:`state_dict`.
+
+        Returns:
+            The detector itself, fitted.
+
+        Raises:
+            ValueError: if the state belongs to another detector or to an unknown format.
+        """
+        _check_state(state, type(self).__name__)
+        options = dict(state["options"])
+        num_classes, num_features = options.pop("num_classes"), options.pop("num_features")
+        for name, value in options.items():
+            setattr(self, name, value)
+        return self._set_fitted({k: v.clone() for k, v in state["tensors"].items()}, num_classes, num_features)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the fitted detector to a file, without its encoder."""
+        torch.save(self.state_dict(), path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | PathLike[str],
+        encoder: Encoder | None = None,
+        *,
+        map_location: str | torch.device = "cpu",
+    ) -> Self:
+        """Read a fitted detector (``torch.load`` with ``weights_only=True``: nothing in the file is executed).
+
+        Args:
+            path: file that :meth:`save` wrote.
+            encoder: encoder for ``predict``; not needed for ``predict_features``.
+            map_location: device for the tensors.
+
+        Returns:
+            The fitted detector; its scores are bitwise those of the saved one.
+        """
+        state = torch.load(path, map_location=map_location, weights_only=True)
+        _check_state(state, cls.__name__)
+        return cls.from_state(state, encoder)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], encoder: Encoder | None = None) -> Self:
+        """Make a fitted detector from the result of :meth:`state_dict`."""
+        _check_state(state, cls.__name__)
+        sizes = ("num_classes", "num_features")
+        options = {name: value for name, value in state["options"].items() if name not in sizes}
+        return cls(encoder, **options).load_state_dict(state)
+
+    def to_module(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """The scoring as an ``nn.Module`` with buffers only, for ``torch.export``, ONNX or a model of your own.
+
+        Its ``forward`` maps features to scores of shape (B,). It is differentiable, unlike ``predict_features``.
+
+        Args:
+            dtype: precision of the computation; by default the one that float32 features are scored in.
+
+        Returns:
+            A new module, independent of the detector.
+        """
+        self._require_fit()
+        with torch.inference_mode(False):
+            return self._build_module(dtype or self._score_dtype(torch.float32)).requires_grad_(False).eval()
+
+
+def heed_interrupt(detector: object) -> None:
+    """Raise the ``KeyboardInterrupt`` that a fit took as a wish to end early, for callers that end with it."""
+    if getattr(detector, "interrupted", False):
+        raise KeyboardInterrupt
+
+
+def load_detector(state: dict[str, Any] | str | PathLike[str], encoder: Encoder | None = None) -> StatefulDetector:
+    """Make a fitted detector from a saved file or a ``state_dict``, whichever of ours it belongs to.
+
+    Args:
+        state: path of a file that ``save`` wrote, or the result of ``state_dict``.
+        encoder: encoder for ``predict``.
+
+    Returns:
+        The fitted detector.
+    """
+    import rmd_plugin  # the package resolves public names lazily, so this import has to wait
+
+    content = state if isinstance(state, dict) else torch.load(state, map_location="cpu", weights_only=True)
+    _check_state(content)
+    detector = getattr(rmd_plugin, content["detector"])
+    return detector.from_state(content, encoder)
+
+
+def _check_state(state: object, expected: str | None = None) -> None:
+    if not isinstance(state, dict) or "detector" not in state or "tensors" not in state:
+        raise ValueError(
+            "this is not the state of a detector of rmd_plugin. Expected what state_dict() or save() gave."
+        )
+    if state["format"] != _FORMAT:
+        raise ValueError(
+            f"the state has format {state['format']}, expected {_FORMAT}. Was it written by a newer version?"
+        )
+    if expected is not None and state["detector"] != expected:
+        raise ValueError(f"the state belongs to {state['detector']}, expected {expected}. Load it with that class.")

@@ -1,0 +1,409 @@
+"""Training of many flows at once: one forward pass, one backward pass and one optimiser step serve every flow.
+
+Flows never mix: each has its own samples, its own batches, its own optimiser state and its own early stopping, so the
+result is that of training them one by one. A flow that has stopped leaves the stack and costs nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim.adamw import adamw
+from tqdm.auto import tqdm
+
+from rmd_plugin.detectors.flows.spec import FlowSpec, Parameters, stacked_log_prob
+
+#: a flow with fewer samples is not trained: half a dozen points say nothing about a shape
+MIN_SAMPLES = 8
+#: numbers that a stack of flows may hold in memory at a time where the user sets no ``class_chunk`` (1 GiB in float32)
+_STACK_NUMBERS = 2**28
+#: numbers at the widest place of a pass without gradients
+_EVALUATION_NUMBERS = 2**22
+_BETAS = (0.9, 0.999)
+_EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How flows are trained.
+
+    Args:
+        max_epochs: passes over the training part; 0 leaves every flow at its start.
+        batch_size: samples of one flow in one step, at most. The batches of an epoch have equal sizes (within one).
+        lr: learning rate of AdamW.
+        weight_decay: of AdamW, on weights, not on biases.
+        validation_fraction: part of each flow's samples that is held out to find its best epoch. With 0 the loss on
+            the training part takes its place, and nothing stops a flow before ``max_epochs``.
+        patience: epochs without a better validation loss after which a flow stops.
+        warm_up: steps before which no flow is stopped. A flow's last layer is zero at the start, where the loss is
+            flat: small classes, with few steps per epoch, would be stopped before they have left it.
+        seed: of the start and of the batches. Flow s has the same ones, whatever other flows there are.
+        chunk: flows that are trained together, None to derive it from the memory they need.
+        progress: show a progress bar.
+    """
+
+    max_epochs: int = 100
+    batch_size: int = 64
+    lr: float = 2e-3
+    weight_decay: float = 1e-4
+    validation_fraction: float = 0.1
+    patience: int = 10
+    warm_up: int = 100
+    seed: int = 0
+    chunk: int | None = None
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name, lowest in (
+            ("max_epochs", 0),
+            ("batch_size", 1),
+            ("patience", 1),
+            ("warm_up", 0),
+            ("seed", 0),
+            ("chunk", 1),
+        ):
+            value = getattr(self, name)
+            if name == "chunk" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+                shown = "class_chunk" if name == "chunk" else name
+                raise ValueError(f"{shown} must be an integer of at least {lowest}, got {value!r}.")
+        if not self.lr > 0:
+            raise ValueError(f"lr must be positive, got {self.lr!r}.")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay!r}.")
+        if not 0 <= self.validation_fraction < 1:
+            raise ValueError(f"validation_fraction must lie in [0, 1), got {self.validation_fraction!r}.")
+
+
+@dataclass
+class FlowFit:
+    """Trained flows and how the training went.
+
+    Attributes:
+        params: stacked parameters of all flows, each flow's at its best epoch.
+        epochs: that epoch, shape (S,); 0 where the start was never beaten.
+        start_loss: mean negative log-density (nats) of the held-out samples at the start, shape (S,); NaN where the
+            flow was not trained.
+        loss: the same with the kept parameters, shape (S,).
+        skipped: flows with fewer than ``MIN_SAMPLES`` samples, left at their start.
+        diverged: flows that ran into NaN or infinity and went back to their best parameters.
+        interrupted: whether the training was cut short by Ctrl-C.
+    """
+
+    params: Parameters
+    epochs: Tensor
+    start_loss: Tensor
+    loss: Tensor
+    skipped: list[int] = field(default_factory=list)
+    diverged: list[int] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def flow_generator(seed: int, flow: int) -> torch.Generator:
+    """Random numbers of one flow: they depend on nothing but the seed and the flow's index."""
+    # neighbouring seeds must not give neighbouring flows the same stream
+    return torch.Generator().manual_seed((seed * 0x9E3779B1 + flow * 0x85EBCA6B + 1) % 2**63)
+
+
+def split_rows(rows: Tensor, fraction: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Training and validation part of a flow's samples.
+
+    Args:
+        rows: indices of the samples, shape (n,).
+        fraction: share of the validation part; at least two samples where it is not 0.
+        generator: source of the random choice.
+
+    Returns:
+        Indices of the training part and of the validation part. Both are the whole for fraction 0.
+    """
+    if fraction == 0:
+        return rows, rows
+    held = min(max(2, round(fraction * len(rows))), len(rows) - 1)
+    rows = rows[torch.randperm(len(rows), generator=generator)]
+    return rows[held:], rows[:held]
+
+
+def epoch_batches(orders: Sequence[Tensor], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of one epoch for a stack of flows; every sample of every flow comes exactly once.
+
+    A flow with n samples takes ceil(n / batch_size) steps with batches of equal sizes (within one). Flows are sorted by
+    descending n, so those that still have a batch at a step are the first ones of the stack.
+
+    Args:
+        orders: each flow's training samples in the order of this epoch, longest first.
+        batch_size: largest size of a batch.
+
+    Yields:
+        Samples (m, b) of the first m flows, and their weights (m, b): 1 / size of the flow's batch, 0 for padding.
+    """
+    sizes = torch.tensor([len(order) for order in orders])
+    steps = (sizes + batch_size - 1) // batch_size
+    padded = pad_sequence(list(orders), batch_first=True)
+    for step in range(int(steps.max())):
+        active = int((steps > step).sum())
+        start = step * sizes[:active] // steps[:active]
+        size = (step + 1) * sizes[:active] // steps[:active] - start
+        place = torch.arange(int(size.max()))
+        weights = (place < size[:, None]) / size[:, None]
+        # padding repeats the flow's last sample, whose weight there is 0
+        place = (start[:, None] + place).minimum(sizes[:active, None] - 1)
+        yield padded[:active].gather(1, place), weights
+
+
+def train_flows(
+    spec: FlowSpec,
+    samples: Tensor,
+    flows: Tensor,
+    count: int,
+    options: TrainingOptions,
+    *,
+    contexts: Tensor | None = None,
+    title: str = "flows",
+) -> FlowFit:
+    """Train ``count`` flows, each on its own samples, from the identity.
+
+    Works inside ``no_grad`` and ``inference_mode``; the global random state is left as it was. Ctrl-C ends the
+    training, and every flow keeps the best parameters it has had so far.
+
+    Args:
+        spec: shape of the flows.
+        samples: shape (N, D), on the device to train on.
+        flows: flow of each sample, shape (N,), values in 0 .. count - 1.
+        count: number of flows S.
+        options: how to train.
+        contexts: class of each sample, shape (N,), for flows with a context.
+        title: of the progress bar.
+
+    Returns:
+        The trained flows.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(samples.device.type, enabled=False):
+        if samples.is_inference():
+            samples = samples.clone()  # autograd refuses tensors made in inference mode
+        return _Trainer(spec, samples, contexts, options).run(flows.cpu(), count, title)
+
+
+class _Trainer:
+    """Everything that stays the same while the stacks of flows are trained one after the other."""
+
+    def __init__(self, spec: FlowSpec, samples: Tensor, contexts: Tensor | None, options: TrainingOptions) -> None:
+        self.spec, self.samples, self.options = spec, samples.detach(), options
+        self.contexts = None if contexts is None else contexts.to(samples.device)
+        self.masks = {name: mask.to(samples) for name, mask in spec.masks().items()}
+
+    def run(self, flows: Tensor, count: int, title: str) -> FlowFit:
+        rows = flows.argsort(stable=True).split(torch.bincount(flows, minlength=count).tolist())
+        start = self.spec.stack(1, self.options.seed)
+        params = {name: value.to(self.samples).repeat_interleave(count, 0) for name, value in start.items()}
+        unknown = torch.full((count,), torch.nan)
+        fit = FlowFit(params, torch.zeros(count, dtype=torch.long), unknown, unknown.clone())
+        fit.skipped = [flow for flow in range(count) if len(rows[flow]) < MIN_SAMPLES]
+        trained = [flow for flow in range(count) if len(rows[flow]) >= MIN_SAMPLES]
+        if not trained or not self.options.max_epochs:
+            return fit
+        # flows of similar size share a stack: less padding, and full stacks until the end of an epoch
+        trained.sort(key=lambda flow: -len(rows[flow]))
+        chunk = self.options.chunk or self._chunk()
+        parts = [trained[i : i + chunk] for i in range(0, len(trained), chunk)]
+        bar = tqdm(
+            total=len(parts) * self.options.max_epochs,
+            desc=title,
+            unit="epoch",
+            disable=not self.options.progress,
+            leave=False,
+        )
+        with bar:
+            try:
+                for number, part in enumerate(parts):
+                    stack = _Stack(self, fit, part, [rows[flow] for flow in part])
+                    stack.train(bar)
+                    bar.update((number + 1) * self.options.max_epochs - bar.n)
+            except KeyboardInterrupt:
+                fit.interrupted = True
+        return fit
+
+    def _chunk(self) -> int:
+        spec = self.spec
+        # parameters, gradients, two moments, a copy of the best and room for temporaries; then the activations
+        fixed = 6 * sum(mask.numel() for mask in self.masks.values())
+        sample = spec.transforms * (
+            spec.features * (spec.outputs + 6) + spec.hidden_features * (4 * spec.num_blocks + 3)
+        )
+        return max(1, _STACK_NUMBERS // (fixed + self.options.batch_size * sample))
+
+    def loss(self, params: Parameters, rows: Tensor) -> Tensor:
+        """Negative log-density of each flow at its samples ``rows`` of shape (S, b); shape (S, b)."""
+        rows = rows.to(self.samples.device)
+        x = self.samples[rows].transpose(1, 2).contiguous()
+        contexts = None if self.contexts is None else self.contexts[rows]
+        return -stacked_log_prob(self.spec, params, x, contexts)
+
+
+class _Stack:
+    """Flows that are trained together, longest first, until the last of them has stopped."""
+
+    def __init__(self, trainer: _Trainer, fit: FlowFit, flows: list[int], rows: Sequence[Tensor]) -> None:
+        options = trainer.options
+        self.trainer, self.fit, self.options = trainer, fit, options
+        self.generators = [flow_generator(options.seed, flow) for flow in flows]
+        parts = [split_rows(r, options.validation_fraction, g) for r, g in zip(rows, self.generators, strict=True)]
+        self.training, self.validation = ([part[i] for part in parts] for i in (0, 1))
+        self.flows = torch.tensor(flows)
+        self.params = {name: value[flows].clone() for name, value in fit.params.items()}
+        self.optimizer = _StackedAdamW(self.params, options)
+        self.stale = torch.zeros(len(flows), dtype=torch.long)
+        self.best = self.evaluate()
+        fit.start_loss[self.flows] = fit.loss[self.flows] = self.best
+
+    def _steps(self) -> list[int]:
+        return [-(-len(rows) // self.options.batch_size) for rows in self.training]
+
+    def train(self, bar: tqdm) -> None:
+        for epoch in range(1, self.options.max_epochs + 1):
+            if not len(self.flows):
+                return
+            training = self.epoch()
+            validation = self.evaluate()
+            bar.update()
+            bar.set_postfix(epoch=epoch, flows=len(self.flows), train=_mean(training), val=_mean(validation))
+            finite = training.isfinite() & validation.isfinite()
+            better = finite & (validation < self.best)
+            self._commit(better, validation, epoch)
+            self.stale = torch.where(better, 0, self.stale + 1)
+            stop = ~finite
+            if self.options.validation_fraction:
+                warm = epoch * torch.tensor(self._steps()) >= self.options.warm_up
+                stop |= warm & (self.stale >= self.options.patience)
+            self.fit.diverged.extend(self.flows[~finite].tolist())
+            if bool(stop.any()):
+                self._keep((~stop).nonzero().flatten())
+
+    def epoch(self) -> Tensor:
+        """One pass over the training part; the mean loss of each flow, shape (S,)."""
+        orders = [
+            rows[torch.randperm(len(rows), generator=generator)]
+            for rows, generator in zip(self.training, self.generators, strict=True)
+        ]
+        total, steps = torch.zeros(len(orders)), torch.tensor(self._steps())
+        for rows, weights in epoch_batches(orders, self.options.batch_size):
+            active = len(rows)
+            leaves = {name: value[:active].detach().requires_grad_() for name, value in self.params.items()}
+            losses = (self.trainer.loss(leaves, rows) * weights.to(self.trainer.samples)).sum(1)
+            # a sum of independent losses: no flow's gradient contains another flow, not even its NaN
+            gradients = torch.autograd.grad(losses.sum(), list(leaves.values()))
+            masked = {
+                name: gradient.mul_(self.trainer.masks[name]) if name in self.trainer.masks else gradient
+                for name, gradient in zip(leaves, gradients, strict=True)
+            }
+            self.optimizer.step(masked)
+            total[:active] += losses.detach().cpu()
+        return total / steps
+
+    @torch.no_grad()
+    def evaluate(self) -> Tensor:
+        """Mean loss of each flow on its validation part, shape (S,)."""
+        sizes = torch.tensor([len(rows) for rows in self.validation])
+        rows = pad_sequence(self.validation, batch_first=True)
+        spec = self.trainer.spec
+        width = max(16, _EVALUATION_NUMBERS // (len(sizes) * spec.features * spec.outputs))
+        total = torch.zeros(len(sizes), dtype=torch.float64)
+        for start in range(0, rows.shape[1], width):
+            part = rows[:, start : start + width]
+            known = torch.arange(start, start + part.shape[1]) < sizes[:, None]
+            total += torch.where(known, self.trainer.loss(self.params, part).cpu(), 0.0).sum(1)
+        return (total / sizes).float()
+
+    def _commit(self, better: Tensor, loss: Tensor, epoch: int) -> None:
+        """Keep the current parameters of the flows that have become better."""
+        rows = better.nonzero().flatten()
+        if not len(rows):
+            return
+        try:
+            self._copy(rows, loss, epoch)
+        except KeyboardInterrupt:
+            # copied again from the start, since half of a flow's tensors may belong to an older epoch
+            self._copy(rows, loss, epoch)
+            raise
+        self.best = torch.where(better, loss, self.best)
+
+    def _copy(self, rows: Tensor, loss: Tensor, epoch: int) -> None:
+        flows = self.flows[rows]
+        for name, value in self.params.items():
+            self.fit.params[name][flows.to(value.device)] = value[rows.to(value.device)]
+        self.fit.loss[flows] = loss[rows]
+        self.fit.epochs[flows] = epoch
+
+    def _keep(self, rows: Tensor) -> None:
+        """Go on with some of the flows."""
+        kept = rows.tolist()
+        self.flows, self.stale, self.best = self.flows[rows], self.stale[rows], self.best[rows]
+        self.generators, self.training, self.validation = (
+            [values[i] for i in kept] for values in (self.generators, self.training, self.validation)
+        )
+        self.params = self.optimizer.keep(rows)
+
+
+class _StackedAdamW:
+    """AdamW over stacked parameters, equal to one AdamW per flow.
+
+    Flows with the same number of batches per epoch have taken the same number of steps, and lie next to each other:
+    each such run is one call of torch's AdamW on views of the stack.
+    """
+
+    def __init__(self, params: Parameters, options: TrainingOptions) -> None:
+        self.params, self.options = params, options
+        self.means = {name: torch.zeros_like(value) for name, value in params.items()}
+        self.squares = {name: torch.zeros_like(value) for name, value in params.items()}
+        self.taken = [0] * len(next(iter(params.values())))
+
+    def step(self, gradients: Parameters) -> None:
+        """Move the first flows of the stack, as many as there are gradients."""
+        active = len(next(iter(gradients.values())))
+        start = 0
+        while start < active:
+            stop = start + 1
+            while stop < active and self.taken[stop] == self.taken[start]:
+                stop += 1
+            run = slice(start, stop)
+            self._update(gradients, run, lambda value: value.ndim > 2, self.options.weight_decay)
+            self._update(gradients, run, lambda value: value.ndim == 2, 0.0)
+            self.taken[run] = [self.taken[start] + 1] * (stop - start)
+            start = stop
+
+    def _update(self, gradients: Parameters, run: slice, chosen: Callable[[Tensor], bool], decay: float) -> None:
+        names = [name for name, value in self.params.items() if chosen(value)]
+        device = gradients[names[0]].device
+        adamw(
+            [self.params[name][run] for name in names],
+            [gradients[name][run] for name in names],
+            [self.means[name][run] for name in names],
+            [self.squares[name][run] for name in names],
+            [],
+            # one tensor per parameter: torch counts each of them up itself
+            list(torch.full((len(names),), float(self.taken[run.start]), device=device).unbind()),
+            fused=device.type in ("cpu", "cuda"),
+            amsgrad=False,
+            beta1=_BETAS[0],
+            beta2=_BETAS[1],
+            lr=self.options.lr,
+            weight_decay=decay,
+            eps=_EPSILON,
+            maximize=False,
+        )
+
+    def keep(self, rows: Tensor) -> Parameters:
+        """Drop all flows but ``rows``; the new stacked parameters."""
+        self.taken = [self.taken[i] for i in rows.tolist()]
+        for values in (self.params, self.means, self.squares):
+            for name, value in values.items():
+                values[name] = value[rows.to(value.device)]
+        return self.params
+
+
+def _mean(losses: Tensor) -> str:
+    return f"{losses.mean():.2f}"

@@ -1,0 +1,243 @@
+"""Scoring by flows: every class's flow sees every sample, and features are whitened first.
+
+What a scoring pass can do once is done when its module is made: masks, contexts, reversals and class centres are folded
+into the weights, and the first layer of all flows becomes one matrix product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rmd_plugin.detectors.flows.spec import LOG_TWO_PI, FlowSpec, Parameters, elementwise
+from rmd_plugin.detectors.gaussian import fit_coordinates
+from rmd_plugin.detectors.moments import Moments
+from rmd_plugin.encoding.features import pool_features
+
+#: samples that a CPU should score at a time, and numbers that a pass over some classes then makes at its widest: the
+#: pass stays in the cores' caches, which is worth a factor of two
+PASS_SAMPLES = 256
+_PASS_NUMBERS = 2**20
+
+
+def fit_start(moments: Moments, shrinkage: float | str) -> dict[str, Tensor]:
+    """Fit the Gaussians that the flows start from, in the coordinates of ``gaussian.fit_coordinates``, turned.
+
+    The i-th coordinate is made to depend on the first i features only (with dead ones left out), so the order in which
+    an autoregressive flow goes through the coordinates is the order of the features, and nothing of their shape is
+    lost: a feature that is a curved function of an earlier one remains that.
+
+    Args:
+        moments: moments of the training features.
+        shrinkage: see :func:`rmd_plugin.detectors.gaussian.regularised_covariance`.
+
+    Returns:
+        ``shift``, ``projection``, ``points`` and ``classes`` as there; ``background`` (q, q), with which
+        ``v = u @ background`` has unit covariance over all classes; ``log_volume`` and ``background_log_volume``, what
+        the two maps add to a log-density.
+    """
+    state = fit_coordinates(moments, shrinkage=shrinkage)
+    projection = state["projection"]
+    alive = projection.abs().amax(1) > 0
+    # RQ decomposition: rows and columns in reverse turn the lower triangle of QR into an upper one
+    turn = torch.linalg.qr(projection[alive].flip(0).T)[0].flip(1)
+    projection = projection @ turn
+    # QR leaves the signs open: the last feature of a coordinate counts upwards
+    last = projection[alive][-projection.shape[1] :].diagonal()
+    turn = turn * torch.where(last < 0, -1.0, 1.0)
+    points, shares = state["points"] @ turn, state.pop("shares")
+    projection = state["projection"] @ turn
+    covariance = points.T @ (shares[:, None] * points)
+    covariance.diagonal().add_(1.0)
+    factor = torch.linalg.cholesky(covariance)
+    inverse = torch.linalg.solve_triangular(factor, torch.eye(len(factor)).to(factor), upper=False)
+    return state | {
+        "projection": projection,
+        "points": points,
+        "log_volume": torch.linalg.qr(projection)[1].diagonal().abs().log().sum(),
+        "background": inverse.T.contiguous(),
+        "background_log_volume": -factor.diagonal().log().sum(),
+    }
+
+
+def project(z: Tensor, state: dict[str, Tensor], normalize: bool) -> Tensor:
+    """Coordinates u of shape (B, q), float64, of features of shape (B, D) or (B, C, H, W).
+
+    Args:
+        z: the features.
+        state: ``shift`` and ``projection`` of :func:`fit_start`.
+        normalize: scale the features to unit length first.
+    """
+    # float64: whitening gathers the rounding errors of wide features in narrow directions, and costs little here
+    z = pool_features(z.double())
+    return ((F.normalize(z, dim=1) if normalize else z) - state["shift"]) @ state["projection"]
+
+
+class FlowScore(nn.Module):
+    """Scores features by flows; holds buffers only, so it can be exported.
+
+    Args:
+        state: what the detector has fitted; ``shift``, ``projection``, ``log_volume``, ``background`` and
+            ``background_log_volume`` are used here.
+        classes: flows of the classes.
+        background: flow of the background, or None to score by the class densities alone.
+        normalize: scale the features to unit length first.
+    """
+
+    shift: Tensor
+    projection: Tensor
+    log_volume: Tensor
+    background: Tensor
+    background_log_volume: Tensor
+
+    def __init__(
+        self, state: dict[str, Tensor], classes: FlowBank, background: FlowBank | None, *, normalize: bool
+    ) -> None:
+        super().__init__()
+        self.normalize = normalize
+        for name in ("shift", "projection", "log_volume", "background", "background_log_volume"):
+            self.register_buffer(name, state[name].clone())
+        self.class_bank = classes
+        self.background_bank = background
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Scores of shape (B,) for features of shape (B, D) or maps of shape (B, C, H, W); higher is more OOD."""
+        return self.class_scores(z).amin(1)
+
+    def class_scores(self, z: Tensor) -> Tensor:
+        """Score of every class, shape (B, K): -log p_k, or log p_0 - log p_k."""
+        u = self.whiten(z)
+        dtype = self.class_bank.centers.dtype
+        scores = -self.class_bank(u.to(dtype))
+        if self.background_bank is None:
+            scores = scores - self.log_volume.to(dtype)
+        else:
+            # the volume of the whitening itself is in both densities and cancels
+            v = (u @ self.background).to(dtype)
+            scores = scores + self.background_bank(v) + self.background_log_volume.to(dtype)
+        finite = u.isfinite().all(1, keepdim=True)
+        return torch.where(finite, scores, torch.full_like(scores, torch.nan))
+
+    def whiten(self, z: Tensor) -> Tensor:
+        """Coordinates u of shape (B, q), float64."""
+        return project(z, {"shift": self.shift, "projection": self.projection}, self.normalize)
+
+
+class FlowBank(nn.Module):
+    """Densities of K flows at the same samples: buffers only, made for scoring.
+
+    Masks, contexts, reversals and class centres are folded into the weights when the bank is made.
+
+    Args:
+        spec: shape of the flows.
+        params: stacked parameters of K flows, or of one flow with K contexts.
+        centers: class k's flow acts on ``u - centers[k]``, shape (K, D).
+        plain: classes whose density is the standard normal instead of a flow, shape (K,), or None for no such class.
+    """
+
+    centers: Tensor
+    plain: Tensor | None
+
+    def __init__(self, spec: FlowSpec, params: Parameters, centers: Tensor, plain: Tensor | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.register_buffer("centers", centers.to(next(iter(params.values())).dtype))
+        self.register_buffer("plain", plain if plain is not None and bool(plain.any()) else None)
+        self.networks = nn.ModuleList(
+            _FoldedNetwork(spec, params, index, centers if index == 0 else None) for index in range(spec.transforms)
+        )
+        self.chunk = max(1, _PASS_NUMBERS // (PASS_SAMPLES * spec.features * spec.outputs))
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes K."""
+        return self.centers.shape[0]
+
+    def forward(self, u: Tensor) -> Tensor:
+        """Log-density of every class, shape (B, K), at whitened features of shape (B, D)."""
+        columns = u.t().contiguous()
+        parts = [
+            self._log_prob(columns, slice(start, start + self.chunk))
+            for start in range(0, self.num_classes, self.chunk)
+        ]
+        return torch.cat(parts).t()
+
+    def _log_prob(self, u: Tensor, part: slice) -> Tensor:
+        """Log-density of some classes, shape (k, B), at samples of shape (D, B)."""
+        start = u - self.centers[part].unsqueeze(-1)
+        value = start
+        total = value.new_zeros(())
+        for index, network in enumerate(self.networks):
+            outputs = network(u if index == 0 else value, part)
+            value, logdet = elementwise(self.spec, value, outputs)
+            total = total + logdet
+        log_prob = total - 0.5 * value.square().sum(1)
+        if self.plain is not None:
+            normal = -0.5 * start.square().sum(1)
+            log_prob = torch.where(self.plain[part].unsqueeze(-1), normal, log_prob)
+        return log_prob - 0.5 * self.spec.features * LOG_TWO_PI
+
+
+class _FoldedNetwork(nn.Module):
+    """The masked network of one transform for K classes, without masks, contexts, reversals and centres."""
+
+    def __init__(self, spec: FlowSpec, params: Parameters, index: int, centers: Tensor | None) -> None:
+        super().__init__()
+        prefix = spec.prefix(index)
+        self.outputs = spec.outputs
+        self.num_blocks = spec.num_blocks
+        own = {name[len(prefix) :]: value.detach() for name, value in params.items() if name.startswith(prefix)}
+        first, final = own["initial_layer.weight"], own["final_layer.weight"]
+        # output-major: all scales, then all shifts, so that each is one block of memory
+        final = final.unflatten(1, (spec.features, spec.outputs)).transpose(1, 2)
+        final_bias = own["final_layer.bias"].unflatten(1, (spec.features, spec.outputs)).transpose(1, 2)
+        if index % 2:
+            first, final, final_bias = first.flip(2), final.flip(2), final_bias.flip(2)
+        bias = own["initial_layer.bias"]
+        if spec.contexts:
+            bias = bias + F.relu(_context(own, "context_layer"))
+        if centers is not None:
+            # float64: a centre may be far away, and its product is subtracted from another large one
+            moved = (first.double() @ centers.double().unsqueeze(-1)).squeeze(-1)
+            bias = (bias.double() - moved).to(bias.dtype)
+        self._add("initial", first, bias)
+        for block in range(spec.num_blocks):
+            for layer in (0, 1):
+                name = f"blocks.{block}.linear_layers.{layer}"
+                bias = own[f"{name}.bias"]
+                if spec.contexts and layer == 0:
+                    bias = bias + _context(own, f"blocks.{block}.context_layer")
+                self._add(f"block_{block}_{layer}", own[f"{name}.weight"], bias)
+        self._add("final", final.flatten(1, 2), final_bias.flatten(1, 2))
+
+    def _add(self, name: str, weight: Tensor, bias: Tensor) -> None:
+        self.register_buffer(f"{name}_weight", weight.contiguous())
+        self.register_buffer(f"{name}_bias", bias.unsqueeze(-1).contiguous())
+
+    def _layer(self, name: str, part: slice) -> tuple[Tensor, Tensor]:
+        """Weights (k, out, in) and biases (k, out, 1) of some classes; k = 1 where all classes share them."""
+        weight, bias = self.get_buffer(f"{name}_weight"), self.get_buffer(f"{name}_bias")
+        return weight if len(weight) == 1 else weight[part], bias if len(bias) == 1 else bias[part]
+
+    def _linear(self, name: str, value: Tensor, part: slice) -> Tensor:
+        weight, bias = self._layer(name, part)
+        return torch.baddbmm(bias, weight.expand(len(value), -1, -1), value)
+
+    def forward(self, value: Tensor, part: slice) -> Tensor:
+        """What the networks of some classes say about (D, B) or (k, D, B) values: (outputs, k, D, B)."""
+        if value.ndim == 2:
+            # the same samples for all classes: one product gives every class its first layer
+            weight, bias = self._layer("initial", part)
+            hidden = (weight.flatten(0, 1) @ value).unflatten(0, (len(weight), -1)) + bias
+        else:
+            hidden = self._linear("initial", value, part)
+        for block in range(self.num_blocks):
+            inner = self._linear(f"block_{block}_0", F.relu(hidden), part)
+            hidden = hidden + self._linear(f"block_{block}_1", F.relu(inner), part)
+        return self._linear("final", hidden, part).unflatten(1, (self.outputs, -1)).movedim(1, 0)
+
+
+def _context(own: Parameters, name: str) -> Tensor:
+    """What a context layer adds for each class, shape (K, H)."""
+    return own[f"{name}.weight"][0].t() + own[f"{name}.bias"]

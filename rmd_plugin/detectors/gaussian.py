@@ -1,0 +1,315 @@
+"""From moments to fitted Gaussians: the D x D family (MD, MMD, PMD) and the low-rank form (RMD).
+
+Every score here has one form. With coordinates ``u = (z - shift) A``,
+
+    score(z) = min_k  sum_i a_i u_i^2 - 2 u . m_k + |m_k|^2,
+
+and a fit only chooses the projection A, the weights a and one point m_k per class. For the Mahalanobis distance A
+whitens Sigma, a = 1 and m_k is the whitened class mean. For the relative distance MD_k - MD_0 the two quadratic forms
+cancel in every direction in which the class means do not differ, because Sigma_0 = Sigma + Sigma_B, so A has only
+r <= K - 1 columns and a_i = b_i / (1 + b_i), where b_i is the between-class variance along column i in units of the
+within-class one.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rmd_plugin.detectors.functional import (
+    NumericalWarning,
+    class_quadratics,
+    nearest_quadratic,
+    oas_shrinkage,
+    shrink,
+    whiten,
+)
+from rmd_plugin.detectors.moments import Moments
+from rmd_plugin.encoding.features import pool_features
+
+#: Above this amplification of rounding errors (see ``_with_amplification``) float32 features are scored in float64.
+#: Below it the errors of float32 stay under about 5e-5 of the spread of the scores.
+MAX_FLOAT32_AMPLIFICATION = 50.0
+
+
+class QuadraticScore(nn.Module):
+    """Scores features by their smallest class quadratic; holds buffers only, so it can be exported.
+
+    Args:
+        parameters: float64 tensors ``shift`` (D,), ``projection`` (D, q) or, for a diagonal one, (D,), ``weights`` (q,)
+            and ``points`` (K, q), as the ``fit_*`` functions of this module return them.
+        dtype: precision of the computation.
+        normalize: scale the features to unit length first.
+    """
+
+    shift: Tensor
+    projection: Tensor
+    bias: Tensor
+    weights: Tensor
+    points: Tensor
+    offsets: Tensor
+
+    def __init__(self, parameters: dict[str, Tensor], dtype: torch.dtype, *, normalize: bool = False) -> None:
+        super().__init__()
+        self.normalize = normalize
+        exact_shift, projection, points = (parameters[name].double() for name in ("shift", "projection", "points"))
+        shift = exact_shift.to(dtype)
+        # What the rounded shift misses goes into the bias: features of mean 1e4 lose no digits in float32.
+        missing = exact_shift - shift.double()
+        bias = -missing * projection if projection.ndim == 1 else -missing @ projection
+        buffers = {"shift": shift, "projection": projection, "bias": bias, "points": points}
+        buffers |= {"weights": parameters["weights"], "offsets": points.square().sum(1)}
+        for name, value in buffers.items():
+            self.register_buffer(name, value.to(dtype))
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Scores of shape (B,) for features of shape (B, D) or maps of shape (B, C, H, W); higher is more OOD."""
+        return nearest_quadratic(self.project(z), self.weights, self.points, self.offsets)
+
+    def project(self, z: Tensor) -> Tensor:
+        """Coordinates u of shape (B, q)."""
+        z = pool_features(z.to(self.shift.dtype))
+        if self.normalize:
+            z = F.normalize(z, dim=1)
+        centred = z - self.shift
+        if self.projection.ndim == 1:
+            return centred * self.projection + self.bias
+        return torch.addmm(self.bias, centred, self.projection)
+
+    def class_scores(self, z: Tensor) -> Tensor:
+        """Score of every class point, shape (B, K)."""
+        return class_quadratics(self.project(z), self.weights, self.points, self.offsets)
+
+    def contributions(self, z: Tensor) -> Tensor:
+        """Terms of the score along each direction, shape (B, q)."""
+        u = self.project(z)
+        nearest = class_quadratics(u, self.weights, self.points, self.offsets).argmin(dim=1)
+        points = self.points[nearest]
+        return self.weights * u.square() + points * (points - 2 * u)
+
+
+def fit_mahalanobis(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
+    """Fit min_k MD_k: one column per eigen-direction of Sigma, by descending variance.
+
+    Args:
+        moments: moments of the training features.
+        shrinkage: see :func:`regularised_covariance`.
+
+    Returns:
+        Parameters for :class:`QuadraticScore`.
+    """
+    sigma = regularised_covariance(moments, shrinkage)
+    projection = _visible_whitening(sigma, moments, "within-class covariance")
+    return _with_class_points(moments, sigma, projection)
+
+
+def fit_partial(
+    moments: Moments, components: int, *, largest: bool = True, shrinkage: float | str = 0.0
+) -> dict[str, Tensor]:
+    """Fit the Mahalanobis distance within part of the eigen-directions of Sigma.
+
+    Args:
+        moments: moments of the training features.
+        components: d, the number of leading eigen-directions.
+        largest: use these d directions; if False, all the others.
+        shrinkage: see :func:`regularised_covariance`.
+
+    Returns:
+        Parameters for :class:`QuadraticScore`.
+
+    Raises:
+        ValueError: if no direction is left.
+    """
+    sigma = regularised_covariance(moments, shrinkage)
+    projection = _visible_whitening(sigma, moments, "within-class covariance")
+    rank = projection.shape[1]
+    if components >= rank and not largest:
+        raise ValueError(
+            f"components={components} with largest=False leaves none of the {rank} eigen-directions. "
+            f"Choose components < {rank}."
+        )
+    if components > rank:
+        message = f"components={components} exceeds the {rank} eigen-directions with variance: all of them are used."
+        warnings.warn(message, NumericalWarning, stacklevel=3)
+    projection = projection[:, :components] if largest else projection[:, components:]
+    return _with_class_points(moments, sigma, projection.contiguous())
+
+
+def fit_marginal(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
+    """Fit MD_0: one column per eigen-direction of Sigma_0, a single point at the background mean.
+
+    Args:
+        moments: moments of the training features.
+        shrinkage: see :func:`regularised_covariance`; Sigma_0 is the regularised Sigma plus Sigma_B.
+
+    Returns:
+        Parameters for :class:`QuadraticScore`.
+    """
+    sigma_0 = regularised_covariance(moments, shrinkage) + moments.between_covariance
+    projection = _visible_whitening(sigma_0, moments, "background covariance")
+    width = projection.shape[-1]
+    parameters = {
+        "shift": moments.background_mean,
+        "projection": projection,
+        "weights": projection.new_ones(width),
+        "points": projection.new_zeros(1, width),
+    }
+    return _with_amplification(parameters, sigma_0)
+
+
+def fit_relative(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
+    """Fit min_k MD_k - MD_0: one column per discriminative direction, by descending between-class variance.
+
+    Args:
+        moments: moments of the training features.
+        shrinkage: see :func:`regularised_covariance`; Sigma_0 is the regularised Sigma plus Sigma_B.
+
+    Returns:
+        Parameters for :class:`QuadraticScore`.
+    """
+    sigma = regularised_covariance(moments, shrinkage)
+    offsets = _class_offsets(moments)
+    shares = _class_shares(moments)
+    if len(offsets) == 1:
+        message = "RMD of a single class is zero everywhere, because the class is the background. Use Mahalanobis."
+        warnings.warn(message, NumericalWarning, stacklevel=3)
+    if moments.diagonal:
+        projection = _visible_whitening(sigma, moments, "within-class covariance")
+        points = offsets * projection
+        between = (shares[:, None] * points.square()).sum(0)
+    else:
+        # nobody looks at single columns of this whitening, so it may take the more exact way
+        whitening = _visible_whitening(sigma, moments, "within-class covariance", equilibrate=True)
+        points = offsets @ whitening
+        # The class means span the only directions in which MD_k and MD_0 differ.
+        _, singular, directions = torch.linalg.svd(shares.sqrt()[:, None] * points, full_matrices=False)
+        between = singular.square()
+        scale = max(1.0, float(between.amax())) if len(between) else 1.0
+        rank = int((between > max(points.shape) * torch.finfo(points.dtype).eps * scale).sum())
+        rotation = directions[:rank].T
+        projection, points, between = whitening @ rotation, points @ rotation, between[:rank]
+    parameters = {
+        "shift": moments.background_mean,
+        "projection": projection.contiguous(),
+        "weights": between / (1 + between),
+        "points": points.contiguous(),
+        "classes": moments.counts.nonzero().flatten(),
+    }
+    return _with_amplification(parameters, sigma + moments.between_covariance)
+
+
+def fit_coordinates(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
+    """Fit coordinates in which every class has unit covariance, for densities other than Gaussians.
+
+    Args:
+        moments: moments of the training features, not diagonal.
+        shrinkage: see :func:`regularised_covariance`.
+
+    Returns:
+        ``shift`` (D,), the background mean; ``projection`` (D, q), so that u = (z - shift) @ projection; ``points``
+        (K', q), the class means in these coordinates; ``shares`` (K',), their parts of the samples; ``classes`` (K',),
+        their labels.
+    """
+    sigma = regularised_covariance(moments, shrinkage)
+    projection = _visible_whitening(sigma, moments, "within-class covariance", equilibrate=True)
+    return {
+        "shift": moments.background_mean,
+        "projection": projection,
+        "points": _class_offsets(moments) @ projection,
+        "shares": _class_shares(moments),
+        "classes": moments.counts.nonzero().flatten(),
+    }
+
+
+def regularised_covariance(moments: Moments, shrinkage: float | str) -> Tensor:
+    """Within-class covariance Sigma, shrunk towards a multiple of the identity.
+
+    Args:
+        moments: moments of the training features.
+        shrinkage: intensity in [0, 1], or ``"oas"`` for the oracle-approximating one.
+
+    Returns:
+        Sigma of shape (D, D), or its diagonal of shape (D,) where the moments are diagonal.
+
+    Raises:
+        ValueError: if no feature varies within the classes.
+    """
+    sigma = moments.covariance
+    variance = sigma if moments.diagonal else sigma.diagonal()
+    if not bool((variance > 0).any()):
+        raise ValueError(
+            f"no feature varies within the classes ({moments.num_samples} samples, "
+            f"{int((moments.counts > 0).sum())} classes), so no distance can be fitted. "
+            "At least one class needs two different samples."
+        )
+    intensity = oas_shrinkage(sigma, moments.num_samples) if shrinkage == "oas" else float(shrinkage)
+    return shrink(sigma, intensity) if intensity else sigma
+
+
+def _visible_whitening(covariance: Tensor, moments: Moments, name: str, *, equilibrate: bool = False) -> Tensor:
+    """Whitening matrix (D, q), or for a diagonal covariance the vector (D,) with zeros for dead features."""
+    dim = moments.num_features
+    if covariance.ndim == 1:
+        cutoff = dim * torch.finfo(covariance.dtype).eps * float(covariance.amax())
+        alive = covariance > cutoff
+        projection, rank = torch.where(alive, covariance, 1.0).rsqrt() * alive, int(alive.sum())
+    else:
+        projection, _, cutoff = whiten(covariance, equilibrate=equilibrate)
+        rank = projection.shape[1]
+    if rank < dim:
+        reason = f" ({moments.num_samples} samples are too few for {dim} features)"
+        warnings.warn(
+            f"the {name} has rank {rank} of {dim}{reason if moments.num_samples <= dim else ''}: {dim - rank} "
+            f"directions with variance at or below {cutoff:.2g} are left out of the score. "
+            "Set shrinkage (for example 'oas') to keep them.",
+            NumericalWarning,
+            stacklevel=4,
+        )
+    return projection
+
+
+def _class_offsets(moments: Moments) -> Tensor:
+    """mu_k - mu_0 of the classes that occur, shape (K', D)."""
+    present = moments.counts > 0
+    # from the sums: the difference of two means of size 1e4 would lose the digits that the shift has saved
+    centre = moments.sums.sum(0) / moments.counts.sum()
+    return moments.sums[present] / moments.counts[present, None] - centre
+
+
+def _class_shares(moments: Moments) -> Tensor:
+    """N_k / N of the classes that occur, shape (K',)."""
+    return moments.counts[moments.counts > 0] / moments.counts.sum()
+
+
+def _with_class_points(moments: Moments, sigma: Tensor, projection: Tensor) -> dict[str, Tensor]:
+    offsets = _class_offsets(moments)
+    points = offsets * projection if projection.ndim == 1 else offsets @ projection
+    parameters = {
+        "shift": moments.background_mean,
+        "projection": projection,
+        "weights": points.new_ones(points.shape[1]),
+        "points": points,
+        "classes": moments.counts.nonzero().flatten(),
+    }
+    return _with_amplification(parameters, sigma + moments.between_covariance)
+
+
+def _with_amplification(parameters: dict[str, Tensor], sigma_0: Tensor) -> dict[str, Tensor]:
+    """Add by how much rounding errors of relative size eps grow in the scores, relative to the scores' spread.
+
+    Two things amplify: directions of small variance gather rounding errors of features of large variance, and large
+    terms of the class quadratic cancel where classes lie far apart. Both sizes follow from the fit alone.
+    """
+    projection, weights = parameters["projection"], parameters["weights"]
+    width = max(1, len(weights))
+    if projection.ndim == 1:
+        gathered = coordinates = sigma_0 * projection.square()
+    else:
+        variance = sigma_0 if sigma_0.ndim == 1 else sigma_0.diagonal()
+        gathered = variance @ projection.square()
+        coordinates = ((sigma_0 @ projection) * projection).sum(0)
+    spread = (2 * width) ** 0.5
+    # a term's own rounding error is about six times smaller than what a long sum gathers (measured)
+    amplification = (2 * gathered.sum()).sqrt() / spread + (weights * coordinates).sum() / spread / 6
+    return {**parameters, "amplification": amplification}

@@ -1,0 +1,269 @@
+"""The Gaussian detectors: RMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis.
+
+All of them are pytorch-ood detectors, take the encoder as their first argument and score higher = more OOD. They are
+fitted from :class:`rmd_plugin.Moments`, so a fit streams over the data once and never holds it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+import torch
+from pytorch_ood.api import DetectorInfo, Paper, Task
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from rmd_plugin.detectors.base import Encoder, StatefulDetector
+from rmd_plugin.detectors.gaussian import (
+    MAX_FLOAT32_AMPLIFICATION,
+    QuadraticScore,
+    fit_mahalanobis,
+    fit_marginal,
+    fit_partial,
+    fit_relative,
+)
+from rmd_plugin.detectors.moments import ClassMoments, Moments
+
+_TASKS = frozenset({Task.CLASSIFICATION})
+_RMD_PAPER = Paper(
+    title="A Simple Fix to Mahalanobis Distance for Improving Near-OOD Detection",
+    venue="arXiv",
+    year=2021,
+    url="https://arxiv.org/abs/2106.09022",
+)
+_MD_PAPER = Paper(
+    title="A Simple Unified Framework for Detecting Out-of-Distribution Samples and Adversarial Attacks",
+    venue="NeurIPS",
+    year=2018,
+    url="https://arxiv.org/abs/1807.03888",
+)
+_PMD_PAPER = Paper(
+    title="Why is the Mahalanobis Distance Effective for Anomaly Detection?",
+    venue="arXiv",
+    year=2020,
+    url="https://arxiv.org/abs/2003.00402",
+)
+
+
+class GaussianDetector(StatefulDetector):
+    """Base class of the detectors that are fitted from class moments.
+
+    Args:
+        encoder: maps inputs to features of shape (B, D), or to maps (B, C, H, W), which are averaged over space. May be
+            None where only the feature methods are used.
+        shrinkage: pulls the within-class covariance towards a multiple of the identity: an intensity in [0, 1], or
+            ``"oas"`` to estimate it. The background covariance is derived from the result.
+        normalize: scale the features to unit length first (Mahalanobis++).
+        covariance: ``"tied"``, one covariance matrix for all classes as in the paper, or ``"diagonal"``, only its
+            diagonal: O(D) memory and no matrix product in the fit, for very wide features.
+    """
+
+    _options: ClassVar[tuple[str, ...]] = ("shrinkage", "normalize", "covariance")
+    hyperparameter_space: dict[str, list[Any]] = {"shrinkage": [0.0, 0.01, 0.1, 0.5], "normalize": [False, True]}  # noqa: RUF012
+
+    def __init__(
+        self,
+        encoder: Encoder | None = None,
+        *,
+        shrinkage: float | Literal["oas"] = 0.0,
+        normalize: bool = False,
+        covariance: Literal["tied", "diagonal"] = "tied",
+    ) -> None:
+        super().__init__(encoder)
+        self.shrinkage = shrinkage
+        self.normalize = normalize
+        self.covariance = covariance
+        self._check_options()
+
+    @abstractmethod
+    def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
+        """Parameters of the scoring module."""
+
+    def fit(self, data_loader: Iterable[Any], *, progress: bool = False) -> Self:
+        """Fit on a loader in one pass: batches are encoded in evaluation mode and only their moments are kept.
+
+        Under ``torch.distributed`` every process fits on its own loader. To fit on all of them, collect
+        :class:`rmd_plugin.ClassMoments` yourself, whose ``compute`` adds them up, and call :meth:`fit_moments`.
+
+        Args:
+            data_loader: yields pairs (x, y). Samples with y < 0 are skipped.
+            progress: show a progress bar.
+
+        Returns:
+            The detector itself.
+
+        Raises:
+            ModelNotSetException: if the detector has no encoder.
+            ValueError: if there is no in-distribution sample, or features are NaN or infinite.
+        """
+        metric = self.new_moments(sync_on_compute=False)
+        for z, y in self._encoded_batches(data_loader, progress=progress):
+            metric.update(z, y)
+        return self.fit_moments(metric.compute())
+
+    def fit_features(self, z: Tensor, y: Tensor) -> Self:
+        """Fit on features.
+
+        Args:
+            z: features of shape (N, D), or maps of shape (N, C, H, W), which are averaged over space.
+            y: integer class labels of shape (N,). Samples with y < 0 are skipped.
+
+        Returns:
+            The detector itself.
+        """
+        metric = self.new_moments(sync_on_compute=False)
+        metric.update(z, y)
+        return self.fit_moments(metric.compute())
+
+    def fit_moments(self, moments: Moments) -> Self:
+        """Fit on moments, for example those of several processes.
+
+        Args:
+            moments: result of ``ClassMoments.compute()``, collected as :meth:`new_moments` does.
+
+        Returns:
+            The detector itself.
+
+        Raises:
+            ValueError: if the moments were collected with other options than the detector's.
+        """
+        self._check_options()
+        if moments.num_samples == 0:
+            raise ValueError("the moments hold no in-distribution sample (label >= 0): there is nothing to fit.")
+        if moments.normalized != self.normalize:
+            raise ValueError(
+                f"the detector has normalize={self.normalize}, but the moments were collected with "
+                f"normalize={moments.normalized}. Collect them with detector.new_moments()."
+            )
+        if self.covariance == "diagonal":
+            moments = moments.to_diagonal()
+        elif moments.diagonal:
+            raise ValueError("covariance='tied' needs the whole second moment, but only its diagonal was collected.")
+        with torch.inference_mode(False), torch.no_grad():
+            self._warn_missing_classes(moments.counts)
+            return self._set_fitted(self._fit_parameters(moments), moments.num_classes, moments.num_features)
+
+    def new_moments(self, num_classes: int | None = None, **kwargs: Any) -> ClassMoments:
+        """An empty accumulator with this detector's options; its ``compute()`` is for :meth:`fit_moments`.
+
+        Args:
+            num_classes: K, or None to infer it.
+            kwargs: options of :class:`torchmetrics.Metric`.
+        """
+        diagonal = self.covariance == "diagonal"
+        return ClassMoments(num_classes, diagonal=diagonal, normalize=self.normalize, **kwargs)
+
+    def contributions(self, z: Tensor) -> Tensor:
+        """Terms of the score along each of the detector's directions; their sum is the score.
+
+        The directions are ordered: for RMD by how much the classes differ along them, for the others by variance.
+
+        Args:
+            z: features of shape (B, D) or (B, C, H, W).
+
+        Returns:
+            Terms of shape (B, q), where q is the number of directions.
+        """
+        return self._map_chunks(z, lambda module, rows: module.contributions(rows))  # type: ignore[operator]
+
+    def _build_module(self, dtype: torch.dtype) -> nn.Module:
+        return QuadraticScore(self._state, dtype, normalize=self._fitted_options["normalize"])
+
+    def _score_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        exact = dtype == torch.float64 or float(self._state["amplification"]) > MAX_FLOAT32_AMPLIFICATION
+        return torch.float64 if exact else torch.float32
+
+    def _check_options(self) -> None:
+        if self.covariance not in ("tied", "diagonal"):
+            raise ValueError(f"covariance must be 'tied' or 'diagonal', got {self.covariance!r}.")
+        if isinstance(self.shrinkage, str):
+            if self.shrinkage != "oas":
+                raise ValueError(f"shrinkage must be a number in [0, 1] or 'oas', got {self.shrinkage!r}.")
+            if self.covariance == "diagonal":
+                raise ValueError("shrinkage='oas' needs covariance='tied'. Give a number in [0, 1] instead.")
+        elif not 0.0 <= self.shrinkage <= 1.0:
+            raise ValueError(f"shrinkage must be a number in [0, 1] or 'oas', got {self.shrinkage!r}.")
+
+
+class RMD(GaussianDetector):
+    """Relative Mahalanobis distance: the distance to the nearest class minus the distance to the background.
+
+    The score is min_k MD_k(z) - MD_0(z). A fitted RMD is one D x r projection and K points in r <= min(D, K - 1)
+    dimensions: directions in which the class means agree cancel exactly and are not computed at all.
+
+    Example:
+        >>> import torch
+        >>> from rmd_plugin import RMD
+        >>> _ = torch.manual_seed(0)
+        >>> y = torch.arange(400) % 2
+        >>> z = torch.randn(400, 8)
+        >>> z[:, 0] += 8.0 * y
+        >>> detector = RMD().fit_features(z, y)
+        >>> near_ood = torch.randn(5, 8)
+        >>> near_ood[:, 0] += 4.0  # half-way between the classes
+        >>> bool(detector.predict_features(near_ood).min() > detector.predict_features(z).median())
+        True
+    """
+
+    info = DetectorInfo(tasks=_TASKS, paper=_RMD_PAPER, ai_coded=True)
+
+    def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
+        return fit_relative(moments, shrinkage=self.shrinkage)
+
+
+class Mahalanobis(GaussianDetector):
+    """Squared Mahalanobis distance to the nearest class mean, min_k MD_k(z), with one covariance for all classes."""
+
+    info = DetectorInfo(tasks=_TASKS, paper=_MD_PAPER, ai_coded=True)
+
+    def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
+        return fit_mahalanobis(moments, shrinkage=self.shrinkage)
+
+
+class MarginalMahalanobis(GaussianDetector):
+    """Squared Mahalanobis distance MD_0(z) to one Gaussian that is fitted to all classes together."""
+
+    info = DetectorInfo(tasks=_TASKS, paper=_PMD_PAPER, ai_coded=True)
+
+    def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
+        return fit_marginal(moments, shrinkage=self.shrinkage)
+
+
+class PartialMahalanobis(GaussianDetector):
+    """Mahalanobis distance within part of the eigen-directions of the within-class covariance.
+
+    Args:
+        encoder: see :class:`GaussianDetector`.
+        components: d, the number of leading eigen-directions.
+        largest: sum over the d directions of largest variance; if False, over the D - d remaining ones.
+        shrinkage: see :class:`GaussianDetector`.
+        normalize: see :class:`GaussianDetector`.
+    """
+
+    info = DetectorInfo(tasks=_TASKS, paper=_PMD_PAPER, ai_coded=True)
+    _options: ClassVar[tuple[str, ...]] = ("components", "largest", "shrinkage", "normalize")
+    hyperparameter_space: dict[str, list[Any]] = {"components": [1, 2, 4, 8, 16, 32, 64, 128, 256]}  # noqa: RUF012
+
+    def __init__(
+        self,
+        encoder: Encoder | None = None,
+        *,
+        components: int,
+        largest: bool = True,
+        shrinkage: float | Literal["oas"] = 0.0,
+        normalize: bool = False,
+    ) -> None:
+        self.components = components
+        self.largest = largest
+        super().__init__(encoder, shrinkage=shrinkage, normalize=normalize)
+
+    def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
+        return fit_partial(moments, self.components, largest=self.largest, shrinkage=self.shrinkage)
+
+    def _check_options(self) -> None:
+        super()._check_options()
+        lowest = 1 if self.largest else 0
+        if isinstance(self.components, bool) or not isinstance(self.components, int) or self.components < lowest:
+            raise ValueError(f"components must be an integer >= {lowest}, got {self.components!r}.")

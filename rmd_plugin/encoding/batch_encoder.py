@@ -1,0 +1,432 @@
+"""Batch -> :class:`Encoded`: features, logits and labels, taken by hooks from a module's own forward pass.
+
+The input of the classification layer (the *head*) is the features, its output the logits, so one forward pass serves
+every detector and the module needs no change. Knows no detector and no Lightning.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from rmd_plugin.encoding.features import check_labels, pool_features
+from rmd_plugin.encoding.isolation import evaluating
+
+_log = logging.getLogger(__name__)
+_LABEL_KEYS = ("labels", "label")
+
+
+class EncodingError(ValueError):
+    """The settings do not fit the module or its batches: a wrong head, an unknown kind of batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """What a batch became on its way through the module.
+
+    Attributes:
+        features: shape (B, D), at least float32.
+        logits: shape (B, C), at least float32, or None where the module gave none.
+        labels: shape (B,), or None for a batch without labels.
+    """
+
+    features: Tensor
+    logits: Tensor | None = None
+    labels: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def select(self, keep: Tensor) -> Encoded:
+        """The samples where ``keep``, a boolean mask of shape (B,), is true."""
+        if bool(keep.all()):
+            return self
+        keep = keep.to(self.features.device)
+        logits = None if self.logits is None else self.logits[keep]
+        return Encoded(self.features[keep], logits, None if self.labels is None else self.labels[keep])
+
+
+class BatchEncoder:
+    """Turns batches into :class:`Encoded` by listening to a module's forward pass.
+
+    Either of two ways to use it: call it with a batch, and it runs the module in evaluation mode, without gradients;
+    or put :meth:`start` and :meth:`take` around a forward pass that somebody else runs.
+
+    Args:
+        module: the network. Batches have to be on its device already, except in :meth:`iterate`.
+        head: dotted name of the classification layer. By default the last ``nn.Linear`` that fires.
+        encoder: the other way to the features: the name of a submodule (its output is the features) or of a method of
+            the module, or any callable; methods and callables get the inputs of the batch.
+        forward: ``forward(module, batch)`` runs the module. By default ``module(x)`` for batches (x, y) and
+            ``module(**inputs)`` for dicts.
+        labels: ``labels(batch)`` gives the integer labels of shape (B,), or None if the batch has none.
+        logits: whether the logits are needed. With a callable encoder they cost a forward pass of their own.
+
+    Raises:
+        EncodingError: if there is no layer or method of that name; the message lists the candidates.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from rmd_plugin.encoding.batch_encoder import BatchEncoder
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> with BatchEncoder(net) as encode:
+        ...     batch = encode((torch.randn(5, 4), torch.zeros(5, dtype=torch.long)))
+        >>> encode.head, batch.features.shape, batch.logits.shape
+        ('2', torch.Size([5, 8]), torch.Size([5, 3]))
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        head: str | None = None,
+        *,
+        encoder: str | Callable[[Any], Tensor] | None = None,
+        forward: Callable[[Any, Any], Any] | None = None,
+        labels: Callable[[Any], Tensor | None] | None = None,
+        logits: bool = True,
+    ) -> None:
+        if head is not None and encoder is not None:
+            raise EncodingError(f"give head or encoder, not both: got head={head!r} and encoder={encoder!r}.")
+        self.module = module
+        self.head = head
+        self.logits = logits
+        self._forward = forward
+        self._labels = labels or batch_labels
+        self._encoder_layer: nn.Module | None = None
+        self._encode: Callable[[Any], Tensor] | None = None
+        self._encoder_name = encoder if isinstance(encoder, str) else None
+        if head is not None:
+            _find_layer(module, head)
+        elif isinstance(encoder, str):
+            self._resolve_encoder(encoder)
+        elif encoder is not None:
+            self._encode = encoder
+        self._recorder = _Recorder()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    # -- hooks ------------------------------------------------------------------------------------------------------
+
+    @property
+    def passive(self) -> bool:
+        """Whether listening is enough; a callable encoder has to be called."""
+        return self._encode is None
+
+    def attach(self) -> Self:
+        """Put the hooks in place. They record nothing until :meth:`start`."""
+        if self._handles:
+            return self
+        record = self._recorder
+        if self._encoder_layer is not None:
+            self._handles.append(self._encoder_layer.register_forward_hook(record.encoder))
+        if self._encoder_layer is not None or self._encode is not None:
+            self._handles.append(self.module.register_forward_hook(record.root))
+        else:
+            for name, layer in self._heads():
+                hook = layer.register_forward_hook(partial(record.head, name), with_kwargs=True)
+                self._handles.append(hook)
+        return self
+
+    def detach(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._recorder.stop()
+
+    def __enter__(self) -> Self:
+        return self.attach()
+
+    def __exit__(self, *exception: object) -> None:
+        self.detach()
+
+    def start(self) -> None:
+        """Listen to the forward passes from now on."""
+        self._recorder.start()
+
+    def stop(self) -> None:
+        """Stop listening and forget what was heard."""
+        self._recorder.stop()
+
+    def take(self, batch: Any) -> Encoded | None:
+        """What the forward pass since :meth:`start` said about ``batch``, or None if it did not come by.
+
+        If the layer fired several times, the last call with as many samples as there are labels counts.
+        """
+        labels = self.labels_of(batch)
+        calls = self._recorder.stop()
+        if self._encode is not None:
+            if self.logits and not calls.root:
+                return None
+            with evaluating(self._encode), torch.no_grad():
+                features = _tidy(self._encode(batch_inputs(batch)))
+            calls.encoder.append(features)
+        elif self._encoder_layer is None:
+            return self._take_head(calls.head, labels)
+        if not calls.encoder:
+            return None
+        features = _matching(calls.encoder, labels, self._encoder_name or "the encoder")
+        logits = [z for z in calls.root if len(z) == len(features)]
+        if self.logits and not logits:
+            return None
+        return Encoded(_pooled(features, self._encoder_name or "the encoder"), logits[-1] if logits else None, labels)
+
+    def _take_head(self, calls: list[_HeadCall], labels: Tensor | None) -> Encoded | None:
+        if self.head is None:
+            calls = [call for call in calls if call.features.ndim == 2]
+        if not calls:
+            return None
+        if self.head is None:
+            self.head = calls[-1].name
+            _log.info("head: %s (%s)", self.head, self.module.get_submodule(self.head))
+            # from now on only this layer needs a hook
+            self.detach()
+            self.attach()
+        calls = [call for call in calls if call.name == self.head]
+        features = _matching([call.features for call in calls], labels, self.head)
+        logits = next(call.logits for call in reversed(calls) if call.features is features)
+        return Encoded(_pooled(features, self.head), logits, labels)
+
+    # -- running the module -------------------------------------------------------------------------------------------
+
+    def __call__(self, batch: Any) -> Encoded:
+        """Run the module on a batch, in evaluation mode and without gradients.
+
+        Raises:
+            EncodingError: if the head did not take part in the forward pass, or the batch is of an unknown kind.
+        """
+        with self._attached(), evaluating(self.module), torch.no_grad():
+            self.start()
+            try:
+                if self._encode is None or self.logits:
+                    self.run(batch)
+                encoded = self.take(batch)
+            finally:
+                self.stop()
+        if encoded is None:
+            place = self.head or self._encoder_name or "any nn.Linear with features of shape (B, D)"
+            raise EncodingError(
+                f"{place} did not take part in the forward pass of {type(self.module).__name__}, or gave no logits. "
+                f"Name the classification layer with head=, or pass encoder= and forward=. {_candidates(self.module)}"
+            )
+        return encoded
+
+    def run(self, batch: Any) -> Any:
+        """The module's own forward pass on a batch."""
+        if self._forward is not None:
+            return self._forward(self.module, batch)
+        target, inputs = self._forward_target(), batch_inputs(batch)
+        if not isinstance(inputs, Mapping):
+            return target(inputs)
+        parameters = inspect.signature(target.forward).parameters.values()
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return target(**inputs)
+        required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
+        if required <= inputs.keys() and any(p.name in inputs for p in parameters):
+            return target(**{p.name: inputs[p.name] for p in parameters if p.name in inputs})
+        return target(batch)
+
+    def iterate(self, loader: Iterable[Any]) -> Iterator[Encoded]:
+        """Encode the batches of a loader, which are moved to the module's device first.
+
+        Args:
+            loader: yields batches.
+
+        Yields:
+            One :class:`Encoded` per batch.
+        """
+        device = next((tensor.device for tensor in self.module.parameters()), None)
+        with self._attached():
+            for batch in loader:
+                yield self(batch if device is None else apply_to_collection(batch, Tensor, lambda t: t.to(device)))
+
+    # -- details ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _attached(self) -> Iterator[None]:
+        ours = not self._handles
+        self.attach()
+        try:
+            yield
+        finally:
+            if ours:
+                self.detach()
+
+    def _heads(self) -> list[tuple[str, nn.Module]]:
+        if self.head is not None:
+            return [(self.head, _find_layer(self.module, self.head))]
+        return [(name, layer) for name, layer in self.module.named_modules() if isinstance(layer, nn.Linear)]
+
+    def _resolve_encoder(self, name: str) -> None:
+        found: Any = self.module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if isinstance(found, nn.Module):
+            self._encoder_layer = found
+        elif callable(found):
+            self._encode = found
+        else:
+            owner = type(self.module).__name__
+            raise EncodingError(f"{owner} has no layer or method {name!r} to encode with. {_candidates(self.module)}")
+
+    def _forward_target(self) -> nn.Module:
+        if _has_forward(self.module):
+            return self.module
+        # a LightningModule without forward(): its training_step calls the network that holds the head
+        child, _, inside = (self.head or self._encoder_name or "").partition(".")
+        if inside and isinstance(target := getattr(self.module, child), nn.Module) and _has_forward(target):
+            return target
+        raise EncodingError(
+            f"{type(self.module).__name__} does not define forward(), so it is unknown how to run it on a batch. "
+            "Pass forward=lambda module, batch: module.model(batch[0]), or define forward()."
+        )
+
+    def labels_of(self, batch: Any) -> Tensor | None:
+        """Integer labels of a batch, shape (B,), or None if it has none."""
+        labels = self._labels(batch)
+        if labels is None:
+            return None
+        try:
+            labels = torch.as_tensor(labels)
+            check_labels(labels, len(labels))
+        except (TypeError, ValueError) as error:
+            raise EncodingError(f"{error} Pass labels=, which takes them from the batch.") from error
+        return labels
+
+
+class _HeadCall(NamedTuple):
+    name: str
+    features: Tensor
+    logits: Tensor | None
+
+
+@dataclass
+class _Calls:
+    head: list[_HeadCall]
+    encoder: list[Tensor]
+    root: list[Tensor]
+
+
+class _Recorder:
+    """The hooks. A copied or pickled module carries an idle recorder of its own."""
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.calls = _Calls([], [], [])
+
+    def start(self) -> None:
+        self.armed = True
+        self.calls = _Calls([], [], [])
+
+    def stop(self) -> _Calls:
+        calls, self.calls = self.calls, _Calls([], [], [])
+        self.armed = False
+        return calls
+
+    def head(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        if self.armed:
+            features = next((z for z in (*args, *kwargs.values()) if isinstance(z, Tensor)), None)
+            if features is not None:
+                logits = _tidy(output).flatten(1) if isinstance(output, Tensor) and output.ndim > 1 else None
+                self.calls.head.append(_HeadCall(name, _tidy(features), logits))
+
+    def encoder(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        if self.armed and isinstance(output, Tensor):
+            self.calls.encoder.append(_tidy(output))
+
+    def root(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        logits = getattr(output, "logits", output)
+        if self.armed and isinstance(logits, Tensor) and logits.ndim > 1:
+            self.calls.root.append(_tidy(logits).flatten(1))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
+        return _Recorder()
+
+    def __reduce__(self) -> tuple[type[_Recorder], tuple[()]]:
+        return _Recorder, ()
+
+
+def batch_labels(batch: Any) -> Tensor | None:
+    """Labels of a batch: the second of a pair, or the entry ``labels`` or ``label`` of a dict; None if it has none."""
+    if isinstance(batch, Mapping):
+        return next((batch[key] for key in _LABEL_KEYS if key in batch), None)
+    if isinstance(batch, (tuple, list)):
+        _check_pair(batch)
+        return batch[1] if len(batch) == 2 else None
+    return None
+
+
+def batch_inputs(batch: Any) -> Any:
+    """What a batch holds besides its labels: the first of a pair, the other entries of a dict, or the batch itself."""
+    if isinstance(batch, Mapping):
+        return {key: value for key, value in batch.items() if key not in _LABEL_KEYS}
+    if isinstance(batch, (tuple, list)):
+        _check_pair(batch)
+        return batch[0]
+    return batch
+
+
+def _check_pair(batch: tuple[Any, ...] | list[Any]) -> None:
+    if len(batch) not in (1, 2):
+        raise EncodingError(
+            f"expected a batch (x, y), a dict with labels, or a tensor, got a {type(batch).__name__} of length "
+            f"{len(batch)}. Pass forward=lambda module, batch: ... and labels=lambda batch: ..."
+        )
+
+
+def _find_layer(module: nn.Module, name: str) -> nn.Module:
+    try:
+        if name:
+            return module.get_submodule(name)
+    except AttributeError:
+        pass
+    raise EncodingError(f"{type(module).__name__} has no layer named {name!r}. {_candidates(module, name)}")
+
+
+def _candidates(module: nn.Module, name: str = "") -> str:
+    names = [found for found, _ in module.named_modules() if found]
+    linear = [found for found, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    close = [found for found in difflib.get_close_matches(name, names, n=3) if found not in linear] if name else []
+    listed = (close + linear[::-1]) or names[::-1]  # the head is usually among the last
+    return f"Candidates: {', '.join(listed[:12])}{', ...' if len(listed) > 12 else ''}."
+
+
+def _has_forward(module: nn.Module) -> bool:
+    forward = type(module).forward
+    # torch leaves forward unimplemented, and Lightning's base class only passes that on
+    return forward is not nn.Module.forward and not forward.__module__.startswith(("pytorch_lightning.", "lightning."))
+
+
+def _tidy(tensor: Tensor) -> Tensor:
+    # a copy: the module may work in place on what the hook saw; half precision is widened for numpy-based detectors
+    tensor = tensor.detach()
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor.clone()
+
+
+def _pooled(features: Tensor, place: str) -> Tensor:
+    try:
+        return pool_features(features)
+    except ValueError as error:
+        raise EncodingError(f"at {place}: {error}") from error
+
+
+def _matching(found: list[Tensor], labels: Tensor | None, place: str) -> Tensor:
+    fitting = [z for z in found if labels is None or len(z) == len(labels)]
+    if not fitting:
+        sizes, expected = ", ".join(str(len(z)) for z in found), 0 if labels is None else len(labels)
+        raise EncodingError(
+            f"{place} saw {sizes} samples, but the batch has {expected} labels. Does the step change the "
+            "batch (several views, mixed samples)? Pass labels= that fit, or forward= and refit='pass'."
+        )
+    return fitting[-1]

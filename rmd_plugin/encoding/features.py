@@ -1,0 +1,67 @@
+"""What features and labels must look like, and how feature maps become features."""
+
+from torch import Tensor
+
+
+def pool_features(z: Tensor) -> Tensor:
+    """Bring features to shape (B, D): feature maps are averaged over space.
+
+    Args:
+        z: features of shape (B, D) or feature maps of shape (B, C, H, W).
+
+    Returns:
+        Features of shape (B, D); for maps D = C.
+
+    Raises:
+        ValueError: for any other number of dimensions.
+    """
+    if z.ndim == 2:
+        return z
+    if z.ndim == 4:
+        return z.mean(dim=(2, 3))
+    raise ValueError(
+        f"features must have shape (B, D), or (B, C, H, W) to be averaged over space, got {tuple(z.shape)}. "
+        "Pool tokens or time steps in the encoder."
+    )
+
+
+def check_features(z: Tensor, num_features: int | None) -> None:
+    """Refuse features that are not floating point or whose width is not ``num_features``.
+
+    Args:
+        z: features of shape (B, D) or (B, C, H, W).
+        num_features: the expected D (or C), None if any width will do.
+
+    Raises:
+        TypeError: if the features are not a floating-point tensor.
+        ValueError: if their shape does not fit.
+    """
+    if not isinstance(z, Tensor) or not z.is_floating_point():
+        found = z.dtype if isinstance(z, Tensor) else type(z).__name__
+        raise TypeError(f"features must be a floating-point tensor, got {found}. Convert them with .float().")
+    if z.ndim not in (2, 4):
+        pool_features(z)  # raises the error that explains the accepted shapes
+    width = z.shape[1]
+    if num_features is not None and width != num_features:
+        remedy = "Was the detector fitted on another layer?"
+        if z.ndim == 2 and num_features and width % num_features == 0:
+            remedy = "These look like flattened feature maps: let the encoder average them over space."
+        raise ValueError(f"features must have shape (B, {num_features}), got {tuple(z.shape)}. {remedy}")
+
+
+def check_labels(y: Tensor, num_samples: int) -> None:
+    """Refuse labels that are not one integer per sample.
+
+    Args:
+        y: class labels of shape (B,); negative labels mark out-of-distribution samples.
+        num_samples: B.
+
+    Raises:
+        TypeError: if the labels are not an integer tensor.
+        ValueError: if there is not exactly one label per sample.
+    """
+    if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex():
+        found = y.dtype if isinstance(y, Tensor) else type(y).__name__
+        raise TypeError(f"labels must be an integer tensor, got {found}. Convert class indices with .long().")
+    if y.shape != (num_samples,):
+        raise ValueError(f"labels must have shape ({num_samples},), one per sample, got {tuple(y.shape)}.")

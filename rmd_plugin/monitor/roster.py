@@ -1,0 +1,164 @@
+"""The detectors of a monitor: how they are made, which of them are fitted, and their state in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from pytorch_ood.api import Detector
+
+import rmd_plugin
+from rmd_plugin.monitor.refit import Outcome
+from rmd_plugin.monitor.snapshot import build_detector, restore_snapshot, take_snapshot
+
+Spec = Detector | Callable[[Any], Detector]
+
+
+class Roster:
+    """Detectors by name, fitted or not.
+
+    Args:
+        specs: detectors; functions that make one from the network; or names of rmd_plugin's detectors. A sequence of
+            such names will do.
+
+    Raises:
+        TypeError: if there are no detectors, or something else stands in the place of one.
+        ValueError: if a name could not stand in the name of a metric.
+    """
+
+    def __init__(self, specs: Mapping[str, Spec | str] | Sequence[str]) -> None:
+        self._specs = _read(specs)
+        self.detectors: dict[str, Detector] = {k: v for k, v in self._specs.items() if isinstance(v, Detector)}
+        #: epoch and step of each fit
+        self.fitted: dict[str, dict[str, int]] = {}
+        #: why a detector has no fit that could be used
+        self.unfit: dict[str, str] = {}
+        self._snapshots: dict[str, dict[str, Any]] = {}  # until their detectors are there
+        self._resuming = False
+
+    def build(self, module: object, names: Iterable[str] | None = None) -> None:
+        """Make the detectors that are made by functions, anew if they were there.
+
+        Args:
+            module: argument of the functions.
+            names: which; all by default.
+        """
+        for name in self._specs if names is None else names:
+            spec = self._specs[name]
+            detector = spec if isinstance(spec, Detector) else spec(module)
+            if not isinstance(detector, Detector):
+                raise TypeError(f"{name!r} must be a pytorch_ood Detector, got {type(detector).__name__}.")
+            self.detectors[name] = detector
+            if name in self._snapshots:
+                self._restore(name, self._snapshots.pop(name))
+
+    def is_fitted(self, name: str) -> bool:
+        """Whether a detector can score."""
+        detector = self.detectors[name]
+        if not detector.requires_fit:
+            return True
+        return name not in self.unfit and (name in self.fitted or bool(getattr(detector, "fitted", False)))
+
+    @property
+    def unusable(self) -> dict[str, str]:
+        """Detectors that cannot score now, and why."""
+        return {name: reason for name, reason in self.unfit.items() if self.detectors[name].requires_fit}
+
+    def note(self, outcomes: Mapping[str, Outcome], *, epoch: int, step: int) -> list[str]:
+        """Note which detectors were fitted and which failed.
+
+        Returns:
+            A sentence for each reason of failure, with the names of all detectors that it hit.
+        """
+        reasons: dict[str, list[str]] = {}
+        for name, outcome in outcomes.items():
+            if outcome.failed:
+                error = outcome.error
+                reason = f"{type(error).__name__}: {error}" if error else "See the error of another process."
+                reasons.setdefault(reason, []).append(name)
+                self._give_up(name, f"it could not be fitted in epoch {epoch}. {reason}")
+            else:
+                self.fitted[name] = {"epoch": epoch, "step": step}
+                self.unfit.pop(name, None)
+        return [f"{', '.join(names)} could not be fitted in epoch {epoch}. {why}" for why, names in reasons.items()]
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The fitted detectors, as plain data."""
+        snapshots = {name: take_snapshot(self.detectors[name]) for name in self.detectors if self.is_fitted(name)}
+        return {
+            "detectors": {name: snapshot for name, snapshot in snapshots.items() if snapshot is not None},
+            "fitted": {name: dict(when) for name, when in self.fitted.items()},
+            "unfit": dict(self.unfit),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, resuming: bool) -> None:
+        """Take over fitted detectors.
+
+        Args:
+            state: result of :meth:`state_dict`.
+            resuming: whether training goes on; then a detector whose options have changed since starts unfitted.
+        """
+        self._resuming = resuming
+        self._snapshots = {name: s for name, s in state["detectors"].items() if name in self._specs}
+        self.fitted = {name: dict(when) for name, when in state["fitted"].items() if name in self._snapshots}
+        self.unfit = {name: reason for name, reason in state["unfit"].items() if name in self._specs}
+        for name in self._specs.keys() - self._snapshots.keys():
+            self.unfit.setdefault(name, "the checkpoint does not hold its fit. Pass fit_loader= to fit it again.")
+        for name in self.detectors.keys() & self._snapshots.keys():
+            self._restore(name, self._snapshots.pop(name))
+
+    def _restore(self, name: str, snapshot: dict[str, Any]) -> None:
+        detector = self.detectors[name]
+        options = getattr(detector, "options", {})
+        saved = snapshot.get("state", {}).get("options", {})
+        if self._resuming and any(saved.get(key) != value for key, value in options.items()):
+            self._give_up(name, "the checkpoint holds a fit with other options.")
+            return
+        try:
+            restore_snapshot(detector, snapshot)
+        except ValueError as error:
+            self._give_up(name, str(error))
+
+    def _give_up(self, name: str, reason: str) -> None:
+        self.fitted.pop(name, None)
+        self.unfit[name] = reason
+
+
+def load_roster(state: Mapping[str, Any], instances: Mapping[str, Detector] | None = None) -> dict[str, Detector]:
+    """The fitted detectors of a :meth:`Roster.state_dict`.
+
+    Args:
+        state: the state.
+        instances: detectors to be filled, for those that are neither rmd_plugin's nor the framework's.
+    """
+    result: dict[str, Detector] = {}
+    for name, snapshot in state["detectors"].items():
+        if instances is not None and name in instances:
+            restore_snapshot(instances[name], snapshot)
+            result[name] = instances[name]
+        else:
+            result[name] = build_detector(snapshot)
+    return result
+
+
+def _read(specs: Any) -> dict[str, Spec]:
+    if isinstance(specs, str) or not isinstance(specs, (Mapping, Sequence)) or not len(specs):
+        raise TypeError(f"expected detectors by name, such as {{'rmd': RMD()}}, got {specs!r}.")
+    # Hydra gives mappings and sequences of its own kinds
+    named = specs if isinstance(specs, Mapping) else {str(name).lower(): name for name in specs}
+    result: dict[str, Spec] = {}
+    for name in named:
+        spec = named[name]
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ValueError(f"the name of a detector must be a text without '/', got {name!r}.")
+        if isinstance(spec, str):
+            spec = getattr(rmd_plugin, spec)()
+        if not isinstance(spec, Detector) and not callable(spec):
+            raise TypeError(
+                f"{name!r} must be a pytorch_ood Detector, or a function that makes one from the LightningModule, "
+                f"got {type(spec).__name__}."
+            )
+        result[name] = spec
+    return result

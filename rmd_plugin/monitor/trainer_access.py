@@ -1,0 +1,203 @@
+"""What the monitor needs to know and do of a Lightning ``Trainer``: loaders, batches, agreement between processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.trainer.states import TrainerFn
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from rmd_plugin.encoding.batch_encoder import BatchEncoder, Encoded, EncodingError, batch_inputs
+from rmd_plugin.encoding.isolation import visiting
+from rmd_plugin.monitor.refit import Refit
+from rmd_plugin.monitor.sharding import shard
+
+Limit = int | float | None
+
+
+def encoded_batches(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    tap: BatchEncoder,
+    loader: Callable[[], Iterable[Any]],
+    *,
+    limit: Limit,
+    seed: int,
+) -> Generator[tuple[Any, Encoded, Tensor], None, None]:
+    """This process's share of a loader, run through the module in evaluation mode and the trainer's precision.
+
+    The module and all random states are afterwards as they were. Close the iterator if you leave it early.
+
+    Args:
+        trainer: runs the module.
+        module: the network.
+        tap: turns batches into encoded batches.
+        loader: gives the loader; called where it cannot disturb the random states.
+        limit: see :func:`rmd_plugin.monitor.sharding.shard`.
+        seed: of the loader.
+
+    Yields:
+        The batch, the encoded batch, and the places of its samples in the whole set.
+    """
+    seen = 0
+    with visiting(module, seed), torch.inference_mode(False), torch.no_grad():
+        share = shard(loader(), rank=trainer.global_rank, world=trainer.world_size, limit=limit, seed=seed)
+        for number, batch in enumerate(share):
+            batch = transfer(trainer, module, batch)
+            with trainer.precision_plugin.forward_context():
+                encoded = tap(batch)
+            yield batch, encoded, share.places(number, seen, len(encoded))
+            seen += len(encoded)
+
+
+class FitData:
+    """What detectors are fitted on: a loader of the user's choice, or else the training set.
+
+    Args:
+        trainer: runs the module.
+        module: the network.
+        tap: turns batches into encoded batches.
+        loader: the user's choice; by default ``fit_dataloader()`` of the datamodule or module, if there is one.
+        limit: see :func:`rmd_plugin.monitor.sharding.shard`; by default the trainer's ``limit_train_batches``.
+        seed: of the loader.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        tap: BatchEncoder,
+        *,
+        loader: Iterable[Any] | None,
+        limit: Limit,
+        seed: int,
+    ) -> None:
+        self._trainer, self._module, self._tap, self._loader, self._seed = trainer, module, tap, loader, seed
+        self._limit = trainer_limit(trainer.limit_train_batches) if limit is None else limit
+
+    @property
+    def chosen(self) -> bool:
+        """Whether there is another choice than the training set."""
+        return self._loader is not None or self._owner() is not None
+
+    def feed(self, refit: Refit) -> None:
+        """One pass over this process's share of the data.
+
+        Raises:
+            EncodingError: if the settings do not fit the batches. Other errors are kept by ``refit``.
+        """
+        start = time.perf_counter()
+        options: dict[str, Any] = {"limit": self._limit, "seed": self._seed}
+        batches = encoded_batches(self._trainer, self._module, self._tap, self._source, **options)
+        with closing(batches):
+            try:
+                for _, encoded, places in batches:
+                    refit.update(encoded, places)
+            except EncodingError:
+                raise  # a wrong setting, not bad luck
+            except Exception as error:
+                refit.fail(error)
+        refit.seconds = time.perf_counter() - start
+
+    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
+        """All of the data as pairs (x, y), the same on every process, for detectors that are fitted on inputs."""
+        # limits count the batches of one process
+        limit = self._limit * self._trainer.world_size if isinstance(self._limit, int) else self._limit
+        for batch in shard(self._source(), limit=limit, seed=self._seed):
+            batch = transfer(self._trainer, self._module, batch)
+            labels = self._tap.labels_of(batch)
+            if labels is None:
+                raise EncodingError(
+                    "the batches to fit on have no labels. Pass labels=, which takes them from a batch."
+                )
+            yield batch_inputs(batch), labels
+
+    def _source(self) -> Iterable[Any]:
+        if self._loader is not None:
+            return self._loader
+        owner = self._owner()
+        return training_set(self._trainer) if owner is None else owner.fit_dataloader()
+
+    def _owner(self) -> Any:
+        owners = (getattr(self._trainer, "datamodule", None), self._module)
+        return next((owner for owner in owners if hasattr(owner, "fit_dataloader")), None)
+
+
+def transfer(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Any:
+    """Bring a batch to the module's device and precision as the trainer does, with all of the user's hooks."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def running_loaders(trainer: pl.Trainer) -> list[Any]:
+    """The dataloaders of the evaluation that is running, in the order of ``dataloader_idx``."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        loop = trainer.fit_loop.epoch_loop.val_loop
+    else:
+        loop = trainer.test_loop if trainer.state.fn == TrainerFn.TESTING else trainer.validate_loop
+    return _flat(loop._combined_loader)
+
+
+def training_loaders(trainer: pl.Trainer) -> list[Any]:
+    """The training dataloaders."""
+    return _flat(trainer.fit_loop._combined_loader)
+
+
+def training_set(trainer: pl.Trainer) -> DataLoader[Any]:
+    """The training dataloader, if a second pass over it can be made without disturbing the first.
+
+    Raises:
+        EncodingError: if there are several, or it is not a ``DataLoader`` over a map-style dataset.
+    """
+    loaders = training_loaders(trainer)
+    if len(loaders) == 1 and isinstance(loaders[0], DataLoader) and not isinstance(loaders[0].dataset, IterableDataset):
+        return loaders[0]
+    found = ", ".join(
+        f"{type(x).__name__} over {type(x.dataset).__name__}" if isinstance(x, DataLoader) else type(x).__name__
+        for x in loaders
+    )
+    raise EncodingError(
+        f"expected one training DataLoader over a map-style dataset, got {found or 'none'}. Pass fit_loader=, give the "
+        "datamodule a fit_dataloader(), or use refit='stream'."
+    )
+
+
+def has_validation(trainer: pl.Trainer) -> bool:
+    """Whether training is interrupted by validation."""
+    # before the first validation its loaders are not there yet
+    ready = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
+    return trainer.enable_validation and (not ready or sum(trainer.num_val_batches) > 0)
+
+
+def trainer_limit(limit: int | float | None) -> Limit:
+    """A limit of the trainer's, None where it is none."""
+    return None if limit is None or (isinstance(limit, float) and limit == 1.0) else limit
+
+
+def any_process(trainer: pl.Trainer, module: pl.LightningModule, flags: list[bool]) -> list[bool]:
+    """True where any process says true. Every process has to call it with as many flags."""
+    if trainer.world_size == 1 or not flags:
+        return list(flags)
+    total = trainer.strategy.reduce(torch.tensor(flags, dtype=torch.float32, device=module.device), reduce_op="sum")
+    return (total > 0).tolist()
+
+
+@contextmanager
+def as_validation(trainer: pl.Trainer) -> Iterator[None]:
+    """Let the trainer say that it validates, so that the user's hooks do not augment the batches."""
+    trainer.validating = True
+    try:
+        yield
+    finally:
+        trainer.training = True
+
+
+def _flat(loader: Any) -> list[Any]:
+    return [] if loader is None else list(loader.flattened)

@@ -1,0 +1,1 @@
+"""The paper, reproduced: a leaf that nothing imports but its command."""

@@ -1,0 +1,205 @@
+"""Figure 1: the Mahalanobis distance and the relative one, direction by direction, for ID and OOD samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rmd_plugin.detectors.functional import class_quadratics
+from rmd_plugin.detectors.gaussian import QuadraticScore, fit_mahalanobis
+from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis
+from rmd_plugin.detectors.moments import Moments
+from rmd_plugin.paper.published import TEXT
+from rmd_plugin.paper.result import Arrays, Comparison, FeatureSet, StudyResult, area_under_roc, as_array, percent
+
+Basis = Literal["eigen", "discriminative"]
+
+_ROWS = 2048
+_QUANTILES = (0.1, 0.9)
+
+
+class Directions(NamedTuple):
+    """Directions along which the distances are taken apart, see :func:`fit_directions`."""
+
+    module: QuadraticScore  #: coordinates u = (z - mu_0) A, with unit variance within the classes, and class points
+    background: Tensor  #: variance of all training samples along each direction, shape (q,)
+
+
+def fit_directions(moments: Moments, *, basis: Basis = "eigen", shrinkage: float | str = 0.0) -> Directions:
+    """Directions of unit within-class variance, and the class-independent variance along each.
+
+    ``eigen`` is the paper's choice: the eigenvectors of Sigma by descending eigenvalue, with one background Gaussian
+    per direction. The terms of MD add up to MD; those of RMD leave out the background's correlations.
+    ``discriminative`` takes the directions in which Sigma and Sigma_0 are diagonal together, by descending variance of
+    the class means: there the terms of both add up exactly. Where Sigma is a multiple of the identity its eigenvectors
+    are arbitrary, and this is the only choice that says anything.
+
+    Args:
+        moments: moments of the training features.
+        basis: which directions.
+        shrinkage: see :func:`rmd_plugin.detectors.gaussian.regularised_covariance`.
+    """
+    parameters = fit_mahalanobis(moments, shrinkage=shrinkage)
+    shares = moments.counts[moments.counts > 0] / moments.counts.sum()
+    points = parameters["points"]
+    if basis == "discriminative":
+        rotation = torch.linalg.svd(shares.sqrt()[:, None] * points, full_matrices=True)[2].T
+        points = points @ rotation
+        parameters |= {"projection": parameters["projection"] @ rotation, "points": points}
+    elif basis != "eigen":
+        raise ValueError(f"basis must be 'eigen' or 'discriminative', got {basis!r}.")
+    # within-class variance is one along every direction, so the total is one more than that of the class means
+    background = 1 + (shares[:, None] * points.square()).sum(0)
+    return Directions(QuadraticScore(parameters, torch.float64), background)
+
+
+def contributions(directions: Directions, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Terms of MD and of RMD along each direction, for the nearest class.
+
+    Args:
+        directions: result of :func:`fit_directions`.
+        z: features of shape (B, D).
+
+    Returns:
+        Two tensors of shape (B, q), in float32.
+    """
+    module = directions.module
+    distance, relative = [], []
+    for rows in z.split(_ROWS):
+        u = module.project(rows)
+        # the background does not depend on the class, so the nearest class is the same for MD and RMD
+        nearest = class_quadratics(u, module.weights, module.points, module.offsets).argmin(1)
+        term = (u - module.points[nearest]).square()
+        distance.append(term.float())
+        relative.append((term - u.square() / directions.background).float())
+    return torch.cat(distance), torch.cat(relative)
+
+
+def change_point(gap: np.ndarray) -> int:
+    """How many leading directions stand apart: the split of a curve into two levels with the least squared error.
+
+    Args:
+        gap: mean distance of OOD minus that of ID along each direction, shape (q,).
+
+    Returns:
+        The number of directions before the split, at least 1.
+
+    Example:
+        >>> change_point(np.array([3.0, 2.8, 3.1, 0.1, 0.0, 0.2]))
+        3
+    """
+    count = len(gap)
+    if count < 2:
+        return count
+    # the largest terms are far above the rest; ranks of size, not size, should decide
+    level = np.sign(gap) * np.log1p(np.abs(gap))
+    total = np.cumsum(level)
+    left = np.arange(1, count)
+    right = count - left
+    # maximal between-group sum of squares = minimal squared error
+    between = (total[:-1] / left - (total[-1] - total[:-1]) / right) ** 2 * left * right
+    return int(left[between.argmax()])
+
+
+def analyse(features: FeatureSet, *, basis: Basis = "eigen", shrinkage: float | str = 0.0) -> tuple[StudyResult, int]:
+    """The spectrum of one feature set.
+
+    Args:
+        features: features with one OOD set.
+        basis: see :func:`fit_directions`.
+        shrinkage: see :func:`rmd_plugin.detectors.gaussian.regularised_covariance`.
+
+    Returns:
+        Rows, and arrays for each of MD and RMD: mean and quantiles along the directions for ID and OOD, shape (q,), and
+        the scores; and the threshold, the number of leading directions that stand apart.
+    """
+    metric = Mahalanobis().new_moments(sync_on_compute=False)
+    metric.update(features.train, features.train_labels)
+    moments = metric.compute()
+    directions = fit_directions(moments, basis=basis, shrinkage=shrinkage)
+    result = StudyResult("spectrum")
+    terms = {kind: contributions(directions, part) for kind, part in _parts(features)}
+    for place, name in enumerate(("mahalanobis", "rmd")):
+        for kind, both in terms.items():
+            result.arrays |= _summary(both[place], f"{name}/{kind}")
+    gap = result.arrays["mahalanobis/unknown/mean"] - result.arrays["mahalanobis/known/mean"]
+    threshold = change_point(gap)
+
+    for name, detector in (("mahalanobis", Mahalanobis()), ("rmd", RMD())):
+        detector.shrinkage = shrinkage  # type: ignore[assignment]
+        detector.fit_moments(moments)
+        known, unknown = (detector.predict_features(part) for _, part in _parts(features))
+        result.rows.append(features.row(name, area_under_roc(known, unknown)))
+        result.arrays[f"{name}/known/scores"] = as_array(known)
+        result.arrays[f"{name}/unknown/scores"] = as_array(unknown)
+    sums = [terms[kind][1].sum(1) for kind in ("known", "unknown")]
+    result.rows.append(features.row("rmd_by_direction", area_under_roc(*sums)))
+    result.rows.append(features.row("", threshold, metric="leading_directions"))
+    # what share of the total gap between ID and OOD the leading directions hold
+    result.rows.append(features.row("", float(gap[:threshold].sum() / gap.sum()), metric="gap_share"))
+    result.arrays["threshold"] = np.array(threshold)
+    return result, threshold
+
+
+def run(
+    feature_sets: Sequence[FeatureSet], *, settings: Sequence[str] = (), reasons: Sequence[str] = ()
+) -> StudyResult:
+    """Figure 1 on several feature sets.
+
+    The simulation is taken apart along its discriminative directions (its eigenvectors are arbitrary), the others along
+    the eigenvectors of Sigma as in the paper.
+
+    Args:
+        feature_sets: what to analyse.
+        settings: what was run, one text for each.
+        reasons: why that differs from the paper's setting, one text for each.
+    """
+    result = StudyResult("spectrum")
+    for place, features in enumerate(feature_sets):
+        basis: Basis = "discriminative" if features.benchmark == "simulation" else "eigen"
+        part, threshold = analyse(features, basis=basis)
+        result.rows += part.rows
+        result.arrays |= {f"{features.label}//{name}": value for name, value in part.arrays.items()}
+        found = {row.detector: row.value for row in part.rows if row.metric == "AUROC"}
+        paper = features.benchmark == "cifar100_vs_cifar10"
+        setting = settings[place] if settings else features.label
+        reason = reasons[place] if reasons else ""
+        for name, text in (("mahalanobis", "AUROC of MD"), ("rmd", "AUROC of RMD")):
+            published = TEXT[f"spectrum/{name}"] if paper else _simulation(features, name)
+            result.comparisons.append(
+                Comparison(features.label, text, published, percent(found[name]), setting=setting, reason=reason)
+            )
+        result.comparisons.append(
+            Comparison(
+                features.label,
+                f"leading directions (of {features.train.shape[1]})",
+                TEXT["spectrum/threshold"] if paper else float("nan"),
+                float(threshold),
+                setting=setting,
+                reason=reason,
+            )
+        )
+    result.notes.append(
+        "The threshold is the split of the gap (OOD mean minus ID mean of the distance) into two levels with the least "
+        "squared error on a logarithmic scale; the paper does not say how its 120 was found."
+    )
+    return result
+
+
+def _simulation(features: FeatureSet, name: str) -> float:
+    return TEXT[f"simulation/{name}"] if features.benchmark == "simulation" else float("nan")
+
+
+def _parts(features: FeatureSet) -> Sequence[tuple[str, Tensor]]:
+    return ("known", features.test), ("unknown", features.unknown)
+
+
+def _summary(terms: Tensor, name: str) -> Arrays:
+    """Mean and quantiles of the terms over the samples."""
+    low, high = np.quantile(terms.numpy(), _QUANTILES, axis=0)
+    mean = terms.double().mean(0).numpy()
+    return {f"{name}/mean": mean, f"{name}/low": low, f"{name}/high": high}

@@ -1,0 +1,397 @@
+"""The folder of one run: names of its files, how each is written and read, and how the run ended.
+
+Every report is drawn from these files alone. Nothing here imports torch, so that ``rmd-report`` starts at once.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from rmd_plugin.atomic import replacing
+from rmd_plugin.compare.rows import SECONDS, Row, read_rows, write_rows
+from rmd_plugin.report.provenance import collect_versions, current_command
+
+if TYPE_CHECKING:
+    import numpy as np
+
+#: the resolved config, which a run can be repeated from
+CONFIG = "config.yaml"
+#: the results, one number per line: a run that is repeated gives the same bytes
+ROWS = "rows.csv"
+#: how long everything took, as rows too, but never the same twice
+TIMINGS = "timings.csv"
+#: command, versions of python and of the packages, commit, platform
+VERSIONS = "versions.json"
+#: how the run ended
+STATUS = "status.json"
+#: what ``OODMonitor`` saw in every epoch
+HISTORY = "history.csv"
+#: scores of every detector on every set
+SCORES = "scores.npz"
+#: contributions along the directions of a detector, summarised
+DIRECTIONS = "directions.npz"
+#: the page about the run
+REPORT = "report.html"
+
+State = Literal["running", "done", "failed", "interrupted"]
+Identity = Mapping[str, str | int]
+
+_HISTORY_COLUMNS = ("stage", "epoch", "step", "detector", "ood", "metric", "value")
+
+
+class RunFolderError(ValueError):
+    """A file of a run folder does not hold what it should. The message names the file and what is wrong."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How a run stands.
+
+    Attributes:
+        state: ``running``, ``done``, ``failed`` or ``interrupted`` (by Ctrl-C).
+        reason: why it failed, on one line.
+        about: what the run is, known before it has rows: ``benchmark``, ``backbone``, ``seed``.
+        started: when, in ISO format with time zone.
+        ended: when, or empty.
+        host: name of the machine.
+        pid: process that writes the folder.
+    """
+
+    state: State
+    reason: str = ""
+    about: Identity = field(default_factory=dict)
+    started: str = ""
+    ended: str = ""
+    host: str = ""
+    pid: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long the run took, or has taken so far if this process is the run; NaN if that is not known."""
+        ended = _now() if self.state == "running" and self.pid == os.getpid() else self.ended
+        try:
+            return (datetime.fromisoformat(ended) - datetime.fromisoformat(self.started)).total_seconds()
+        except (ValueError, TypeError):
+            return math.nan
+
+    @property
+    def gone(self) -> bool:
+        """Whether it says ``running`` but its process, which ran on this machine, is no longer there."""
+        if self.state != "running" or self.host != socket.gethostname() or self.pid <= 0:
+            return False
+        try:
+            os.kill(self.pid, 0)  # signal 0 asks only whether the process exists
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return False
+
+
+class RunFolder:
+    """A run's folder: writes and reads its files, each of which appears whole or not at all.
+
+    With several processes only one of them (rank 0) may write.
+
+    Args:
+        path: the folder; it is made when the first file is written.
+
+    Example:
+        >>> import tempfile
+        >>> from rmd_plugin.compare.rows import Row
+        >>> folder = RunFolder(tempfile.mkdtemp())
+        >>> with folder.running(config={"seed": 0}, about={"benchmark": "digits", "backbone": "mlp", "seed": 0}):
+        ...     folder.write_rows([Row("digits", "noise", "mlp", "rmd", 0, "AUROC", 0.99)])
+        >>> folder.read_status().state, folder.read_config()
+        ('done', {'seed': 0})
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    def file(self, name: str) -> Path:
+        """Path of one of the files."""
+        return self.path / name
+
+    @property
+    def done(self) -> bool:
+        """Whether the run ended well and its rows are there, so that it need not run again."""
+        try:
+            return self.file(ROWS).is_file() and self.read_status().state == "done"
+        except (OSError, RunFolderError):
+            return False
+
+    # -- how the run goes ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(
+        self, *, config: Any = None, about: Identity | None = None, command: str | None = None
+    ) -> Iterator[RunFolder]:
+        """Keep config, versions and status while a block runs: ``running``, then ``done`` or why not.
+
+        An error is written to the status and raised again; Ctrl-C leaves the status ``interrupted``.
+
+        Args:
+            config: see :meth:`write_config`; None writes none.
+            about: ``benchmark``, ``backbone`` and ``seed``, by which a run that gave no rows is known in a report.
+            command: the command, by default :func:`current_command`.
+
+        Yields:
+            This folder.
+        """
+        self.start(config=config, about=about, command=command)
+        try:
+            yield self
+        except (KeyboardInterrupt, GeneratorExit):
+            self.finish("interrupted", "stopped by the user")
+            raise
+        except BaseException as error:
+            self.finish("failed", describe_error(error))
+            raise
+        self.finish()
+
+    def start(self, *, config: Any = None, about: Identity | None = None, command: str | None = None) -> None:
+        """Write config, versions and the status ``running``. See :meth:`running`."""
+        if config is not None:
+            self.write_config(config)
+        self.write_versions(command=command)
+        self._write_status(
+            RunStatus("running", about=dict(about or {}), started=_now(), host=socket.gethostname(), pid=os.getpid())
+        )
+
+    def finish(self, state: State = "done", reason: str = "") -> None:
+        """Write how the run ended; what the status knew before stays.
+
+        Args:
+            state: see :class:`RunStatus`.
+            reason: why it failed.
+        """
+        try:
+            before = self.read_status()
+        except (OSError, RunFolderError):
+            before = RunStatus("running")
+        self._write_status(
+            RunStatus(
+                state,
+                " ".join(reason.split()),
+                before.about,
+                before.started,
+                _now(),
+                before.host or socket.gethostname(),
+                before.pid,
+            )
+        )
+
+    def _write_status(self, status: RunStatus) -> None:
+        self._write_json(STATUS, vars(status) | {"about": dict(status.about)})
+
+    def read_status(self) -> RunStatus:
+        """How the run stands.
+
+        Raises:
+            FileNotFoundError: if the run has not written it.
+            RunFolderError: if the file is damaged.
+        """
+        found = self._read_json(STATUS)
+        state = found.get("state")
+        if state not in get_args(State):
+            raise RunFolderError(
+                f"{self.file(STATUS)}: state must be one of {', '.join(get_args(State))}, got {state!r}."
+            )
+        about, pid = found.get("about"), found.get("pid")
+        return RunStatus(
+            cast(State, state),
+            about=about if isinstance(about, dict) else {},
+            pid=pid if isinstance(pid, int) else 0,
+            **{name: str(found.get(name, "")) for name in ("reason", "started", "ended", "host")},
+        )
+
+    # -- what it was run with -----------------------------------------------------------------------------------------
+
+    def write_config(self, config: Any) -> None:
+        """Write the resolved config.
+
+        Args:
+            config: an OmegaConf config (its interpolations are resolved), a plain mapping, or YAML text.
+        """
+        if not isinstance(config, str):
+            from omegaconf import OmegaConf
+
+            # sorted by nothing: the order of the config is the order in which people wrote it
+            config = OmegaConf.to_yaml(OmegaConf.create(config), resolve=True)
+        self._write_text(CONFIG, config)
+
+    def read_config(self) -> dict[str, Any]:
+        """The config as plain data; empty if there is none. Nothing in it is resolved or executed."""
+        import yaml  # type: ignore[import-untyped]
+
+        try:
+            found = yaml.safe_load(self.read_text(CONFIG))
+        except yaml.YAMLError as error:
+            raise RunFolderError(f"{self.file(CONFIG)} is not YAML: {_one_line(error)}") from error
+        if found is not None and not isinstance(found, dict):
+            raise RunFolderError(f"{self.file(CONFIG)} must hold a mapping, got {type(found).__name__}.")
+        return found or {}
+
+    def read_text(self, name: str) -> str:
+        """Text of a file, empty if it is not there."""
+        try:
+            return self.file(name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
+        except UnicodeDecodeError as error:
+            raise RunFolderError(f"{self.file(name)} is not a text file (byte {error.start}).") from error
+
+    def write_versions(self, *, command: str | None = None) -> None:
+        """Write the command and the versions of everything that takes part.
+
+        Args:
+            command: by default :func:`current_command`.
+        """
+        self._write_json(VERSIONS, {"command": command or current_command(), **collect_versions()})
+
+    def read_versions(self) -> dict[str, Any]:
+        """What :meth:`write_versions` wrote; empty if there is none."""
+        try:
+            return self._read_json(VERSIONS)
+        except FileNotFoundError:
+            return {}
+
+    # -- what came out ------------------------------------------------------------------------------------------------
+
+    def write_rows(self, rows: Iterable[Row]) -> None:
+        """Write the results, and apart from them the rows that are times."""
+        self._make()
+        rows = list(rows)
+        write_rows((row for row in rows if row.metric not in SECONDS), self.file(ROWS))
+        write_rows((row for row in rows if row.metric in SECONDS), self.file(TIMINGS))
+
+    def read_rows(self) -> list[Row]:
+        """The results and the times; empty if there are none yet.
+
+        Raises:
+            rmd_plugin.compare.rows.RowsError: if a file is damaged.
+        """
+        found = []
+        for name in (ROWS, TIMINGS):
+            with suppress(FileNotFoundError):
+                found += read_rows(self.file(name))
+        return found
+
+    def write_history(self, history: Iterable[Mapping[str, Any]]) -> None:
+        """Write ``OODMonitor.history``: rows with stage, epoch, step, detector, ood, metric and value.
+
+        Args:
+            history: the rows, in the order of time. Further keys are dropped.
+        """
+        self._make()
+        with replacing(self.file(HISTORY), newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(_HISTORY_COLUMNS)
+            for row in history:
+                value = float(row["value"])
+                # repr is the shortest text that reads back to the same bits
+                cells = [row.get(name, "") for name in _HISTORY_COLUMNS[:-1]]
+                writer.writerow([*cells, "" if math.isnan(value) else repr(value)])
+
+    def read_history(self) -> list[dict[str, Any]]:
+        """What :meth:`write_history` wrote; empty if there is none."""
+        path = self.file(HISTORY)
+        try:
+            with open(path, newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file, strict=True)
+                missing = [name for name in _HISTORY_COLUMNS if name not in (reader.fieldnames or ())]
+                if missing:
+                    raise ValueError(f"it lacks the columns {', '.join(missing)}")
+                return [_parse_history(record) for record in reader]
+        except FileNotFoundError:
+            return []
+        except (ValueError, KeyError, TypeError, csv.Error) as error:
+            raise RunFolderError(
+                f"{path} does not hold a history: {type(error).__name__} {_one_line(error)}"
+            ) from error
+
+    def write_scores(self, scores: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Write scores: detector -> set -> array of shape (N,). See :mod:`rmd_plugin.report.scores`."""
+        from rmd_plugin.report.scores import write_scores
+
+        self._make()
+        write_scores(scores, self.file(SCORES))
+
+    def read_scores(self) -> dict[str, dict[str, np.ndarray]]:
+        """What :meth:`write_scores` wrote; empty if there is none."""
+        from rmd_plugin.report.scores import read_scores
+
+        return read_scores(self.file(SCORES)) if self.file(SCORES).exists() else {}
+
+    def write_directions(self, contributions: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Write what the directions of a detector contribute, summarised over the samples.
+
+        Args:
+            contributions: detector -> set (``test`` is the in-distribution one) -> terms of shape (N, r), as
+                ``detector.contributions(z)`` gives them.
+        """
+        from rmd_plugin.report.directions import write_directions
+
+        self._make()
+        write_directions(contributions, self.file(DIRECTIONS))
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def _write_text(self, name: str, text: str) -> None:
+        self._make()
+        with replacing(self.file(name)) as file:
+            file.write(text)
+
+    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        self._write_text(name, json.dumps(content, indent=2) + "\n")
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        path = self.file(name)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RunFolderError(f"{path} is not JSON: {_one_line(error)}") from error
+        if not isinstance(found, dict):
+            raise RunFolderError(f"{path} must hold an object, got {type(found).__name__}.")
+        return found
+
+
+def describe_error(error: BaseException) -> str:
+    """An error as one line: its type and what it says, without the pages that some libraries add."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    # OmegaConf adds where it was in its own structure
+    lines = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
+    text = " ".join(lines[:3])
+    text = text if len(text) <= 400 else text[:397] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _parse_history(record: Mapping[str, str]) -> dict[str, Any]:
+    parsed: dict[str, Any] = {name: record[name] for name in ("stage", "detector", "ood", "metric")}
+    parsed |= {name: int(record[name]) for name in ("epoch", "step")}
+    return {**parsed, "value": float(record["value"] or "nan")}
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds")
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,150 @@
+"""Rows -> the comparison table: detectors x OOD sets, near and far means, intervals, times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from rmd_plugin.compare.rows import ACCURACY, AUROC, FIT_SECONDS, FPR95, SCORE_SECONDS, Row, mean, select, unique
+from rmd_plugin.report.names import label
+from rmd_plugin.report.table import Cell, Column, Table
+
+_MISSING = Cell("–")
+
+
+def comparison_tables(rows: Sequence[Row]) -> list[Table]:
+    """One table for every benchmark, backbone and seed among the rows, in the order of their first appearance.
+
+    Detectors are ordered by their near-OOD mean (by the mean over all sets where no set is near), the best numbers of a
+    column are bold, and what failed or was skipped stands in the notes with its reason.
+
+    Args:
+        rows: rows of one or several comparisons.
+    """
+    keys = list(dict.fromkeys((row.benchmark, row.backbone, row.seed) for row in rows))
+    return [_comparison_table(select(rows, benchmark=b, backbone=n, seed=s), b, n, s) for b, n, s in keys]
+
+
+def near_far_means(rows: Iterable[Row], metric: str = AUROC) -> dict[str, dict[str, float]]:
+    """Mean of a metric over the near and over the far OOD sets.
+
+    Args:
+        rows: rows of one benchmark, backbone and seed.
+        metric: name of the metric.
+
+    Returns:
+        detector -> ``near``, ``far`` and ``all`` -> mean; NaN where there is no such set or one of them failed.
+    """
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.metric == metric and row.detector and row.ood:
+            found.setdefault(row.detector, []).append(row)
+    return {
+        detector: {
+            "near": mean([row.value for row in mine if row.distance == "near"]),
+            "far": mean([row.value for row in mine if row.distance == "far"]),
+            "all": mean([row.value for row in mine]),
+        }
+        for detector, mine in found.items()
+    }
+
+
+def ranking(rows: Iterable[Row]) -> list[str]:
+    """Detectors that have numbers, the best first: by near mean, then by the mean over all OOD sets."""
+    means = near_far_means(rows)
+    usable = [name for name, values in means.items() if not math.isnan(values["all"])]
+
+    def order(name: str) -> tuple[float, float]:
+        near, everything = means[name]["near"], means[name]["all"]
+        return -(everything if math.isnan(near) else near), -everything
+
+    return sorted(usable, key=order)
+
+
+def _comparison_table(rows: list[Row], benchmark: str, backbone: str, seed: int) -> Table:
+    detectors = ranking(rows)
+    sets = _ood_sets(rows)
+    columns, cells = [Column("Detector", "left")], [[Cell(label(name)) for name in detectors]]
+
+    def add(
+        column: Column, values: Sequence[float], details: Sequence[str] | None = None, *, best: float | None
+    ) -> None:
+        columns.append(column)
+        texts = [percent(value) for value in values]
+        details = details or [""] * len(values)
+        cells.append(
+            [
+                Cell(text, bold=best is not None and text == percent(best), detail=detail) if text else _MISSING
+                for text, detail in zip(texts, details, strict=True)
+            ]
+        )
+
+    for name, distance in sets:
+        mine = {row.detector: row for row in select(rows, metric=AUROC, ood=name) if row.ok}
+        values = [mine[detector].value if detector in mine else math.nan for detector in detectors]
+        details = [interval(mine[detector]) if detector in mine else "" for detector in detectors]
+        title = name if len(sets) > 1 else f"AUROC, {name}"
+        add(Column(title, detail=f"({distance})" if distance else ""), values, details, best=_best(values))
+    means = near_far_means(rows)
+    for distance in ("near", "far"):
+        if len(sets) > 1 and any(found == distance for _, found in sets):
+            values = [means[detector][distance] for detector in detectors]
+            add(Column(f"{distance} mean"), values, best=_best(values))
+    fpr = near_far_means(rows, FPR95)
+    which = "near" if any(distance == "near" for _, distance in sets) else "all"
+    values = [fpr.get(detector, {}).get(which, math.nan) for detector in detectors]
+    title = "FPR95" if len(sets) == 1 else f"FPR95, {which}"
+    add(Column(title), values, best=_best(values, lowest=True))
+    for title, metric in (("fit", FIT_SECONDS), ("score", SCORE_SECONDS)):
+        times = {row.detector: row.value for row in select(rows, metric=metric) if row.ok}
+        columns.append(Column(title, detail="(s)"))
+        cells.append([Cell(seconds(times[detector])) if detector in times else _MISSING for detector in detectors])
+    heading = f"{benchmark}, {backbone}, seed {seed}: AUROC in %"
+    if any(not math.isnan(row.low) for row in rows):
+        heading += " with 95 % bootstrap interval"
+    return Table(columns, list(zip(*cells, strict=True)), title=heading, notes=_notes(rows))
+
+
+def _ood_sets(rows: list[Row]) -> list[tuple[str, str]]:
+    names = unique((row for row in rows if row.metric == AUROC), "ood")
+    return [(name, next(row.distance for row in rows if row.ood == name)) for name in names]
+
+
+def _best(values: Sequence[float], *, lowest: bool = False) -> float | None:
+    numbers = [value for value in values if not math.isnan(value)]
+    # one number alone is not the best of anything
+    return (min(numbers) if lowest else max(numbers)) if len(numbers) > 1 else None
+
+
+def _notes(rows: list[Row]) -> list[str]:
+    notes = []
+    for row in select(rows, metric=ACCURACY):
+        remark = f" ({row.reason})" if row.reason else ""
+        if row.ok:
+            notes.append(f"Accuracy on the in-distribution test set: {percent(row.value)} %{remark}.")
+        elif row.reason:
+            notes.append(f"No accuracy: {row.reason}.")
+    about = [row for row in rows if row.detector and row.reason]
+    for status, opening in (("ok", "Remark"), ("failed", "Failed"), ("skipped", "Not served")):
+        for reason in unique((row for row in about if row.status == status), "reason"):
+            who = unique((row for row in about if row.status == status and row.reason == reason), "detector")
+            notes.append(f"{opening}: {', '.join(map(label, who))} ({reason}).")
+    return notes
+
+
+def percent(value: float) -> str:
+    """A fraction in percent with two digits; empty for NaN."""
+    return "" if math.isnan(value) else f"{100 * value:.2f}"
+
+
+def interval(row: Row) -> str:
+    """The interval of a row in percent with one digit; empty if it has none."""
+    # without a space, so that a narrow terminal folds it below the number in one piece
+    return "" if math.isnan(row.low) or math.isnan(row.high) else f"[{100 * row.low:.1f}–{100 * row.high:.1f}]"
+
+
+def seconds(value: float) -> str:
+    """A duration with two or three digits."""
+    if math.isnan(value):
+        return ""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

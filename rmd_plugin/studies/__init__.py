@@ -1,1 +1,0 @@
-"""Studies: the paper's tables and figures, parameters -> rows."""

@@ -1,0 +1,320 @@
+"""``rmd-compare`` as a user runs it; most runs share this process, because torch takes seconds to import."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from rmd_plugin.app.compare import main
+from rmd_plugin.app.configs import DEFAULT_BACKBONES
+from rmd_plugin.compare.rows import read_rows, select
+from rmd_plugin.report.names import LABELS, OURS
+from rmd_plugin.report.run_folder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUPS = ("all", "baselines", "common", "flows", "gaussian", "ours", "paper")
+QUIET = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+TINY = ["benchmark=simulation", "benchmark.dim=8", "limit_train=200", "resamples=20", "figures=false"]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the command in this process and gives back its folder and what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RMD_CACHE_DIR", str(tmp_path / "cache"))
+
+    def call(*arguments, name="out", tiny=True):
+        folder = tmp_path / name
+        words = [*(TINY if tiny else ()), *QUIET, f"hydra.run.dir={folder}", *arguments]
+        monkeypatch.setattr(sys, "argv", ["rmd-compare", *words])
+        GlobalHydra.instance().clear()
+        main()
+        return RunFolder(folder), capsys.readouterr().out
+
+    return call
+
+
+def process(*arguments, cwd, **options):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RMD_CACHE_DIR": str(cwd / "cache")}
+    command = [sys.executable, "-m", "rmd_plugin.app.compare", *arguments]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def backbone_of(*arguments):
+    """The backbone that a command would use."""
+    from hydra import compose, initialize_config_dir
+
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("compare", overrides=[*arguments, "detector=[rmd]"]).backbone
+
+
+def members(choice):
+    """Detectors that a choice stands for, read from the files: composing all of them takes a second."""
+    config = OmegaConf.load(ROOT / "conf" / "detector" / f"{choice}.yaml")
+    if "defaults" not in config:
+        return dict(config)
+    return {name: node for item in config.defaults for name, node in members(item).items()}
+
+
+# -- choices ------------------------------------------------------------------------------------------------------
+
+
+def test_help_comes_without_torch_and_in_less_than_three_seconds(tmp_path):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    job = process("--help", cwd=tmp_path)
+    out, err = job.communicate()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert job.returncode == 0, err
+    # processor time: what the clock says depends on who else is on the machine
+    assert after.ru_utime - before.ru_utime < 3
+    assert "rmd-compare backbone=bert benchmark=clinc150 detector=all" in out
+    assert "simulation" in out
+    code = (
+        "import sys, rmd_plugin.app.compare; sys.exit(any(n in sys.modules for n in ('torch', 'matplotlib', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_papers_choice_is_the_papers():
+    names = {"mahalanobis", "rmd", "msp", "partial", "marginal", "flow_likelihood", "relative_flow"}
+    assert set(members("paper")) == names
+
+
+def test_all_is_every_detector_there_is_but_those_that_take_minutes():
+    files = {path.stem for path in (ROOT / "conf" / "detector").glob("*.yaml")} - set(GROUPS)
+    assert set(members("all")) == files - {"mcd", *members("flows")}
+    assert set(members("ours")) == set(OURS) == {*members("gaussian"), *members("flows")}
+    assert set(OURS) <= files
+    assert files == set(LABELS)
+
+
+def test_every_detector_config_has_one_key_of_its_own_name_and_a_class_with_those_options():
+    import inspect
+
+    from hydra.utils import get_class
+
+    for path in (ROOT / "conf" / "detector").glob("*.yaml"):
+        if path.stem in GROUPS:
+            continue
+        (name,) = node = OmegaConf.load(path)
+        assert name == path.stem
+        parameters = inspect.signature(get_class(node[name]._target_)).parameters
+        assert {key for key in node[name] if key != "_target_"} <= set(parameters), name
+        assert path.read_text().startswith(f"# rmd-compare detector=[{name}]")
+        for key in node[name] if name in OURS else ():
+            assert key == "_target_" or parameters[key].default in (node[name][key], inspect.Parameter.empty), key
+
+
+def test_every_framework_detector_has_a_config():
+    from pytorch_ood import detector as framework
+
+    targets = {node._target_ for node in {**members("all"), **members("mcd")}.values()}
+    classes = {name for name in framework.__all__ if name != "odin_preprocessing"} | {"MaxSoftmax"}
+    assert {f"pytorch_ood.detector.{name}" for name in classes} <= targets
+
+
+@pytest.mark.parametrize("benchmark", [name for name in DEFAULT_BACKBONES if name != "features"])
+def test_every_benchmark_has_a_default_backbone(benchmark):
+    assert backbone_of(f"benchmark={benchmark}")._target_ == OmegaConf.load(
+        ROOT / "conf" / "backbone" / f"{DEFAULT_BACKBONES[benchmark]}.yaml"
+    ).get("_target_")
+    assert {path.stem for path in (ROOT / "conf" / "benchmark").glob("*.yaml")} == set(DEFAULT_BACKBONES)
+
+
+# -- runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_writes_rows_tables_scores_and_pictures(run):
+    folder, out = run("detector=[rmd,mahalanobis,msp]", "figures=true", "resamples=50")
+    rows = folder.read_rows()
+    assert {row.detector for row in rows} == {"", "rmd", "mahalanobis", "msp"}
+    assert {(row.benchmark, row.backbone, row.seed) for row in rows} == {("simulation", "identity", 0)}
+    assert select(rows, detector="rmd", metric="AUROC")[0].value > 0.9
+    for name in ("table.md", "table.tex", "table.html"):
+        text = folder.file(name).read_text()
+        assert "RMD" in text
+        assert f"{100 * select(rows, detector='rmd', metric='AUROC')[0].value:.2f}" in text
+    assert set(folder.read_scores()["msp"]) == {"test", "shifted"}
+    pictures = {path.name for path in folder.file("figures").iterdir()}
+    assert pictures == {f"{n}.{s}" for n in ("auroc", "roc", "histograms") for s in ("png", "pdf")}
+    assert "RMD" in out
+    assert "95 % bootstrap interval" in out
+    assert str(folder.path) in out
+    assert folder.read_status().state == "done"
+
+
+def test_the_second_run_takes_its_features_from_the_cache(run, tmp_path):
+    run("detector=[rmd]", name="one")
+    entries = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")}
+    assert len(entries) == 6  # features and labels of train, test and shifted
+    run("detector=[rmd]", name="two")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == entries
+
+
+def test_a_run_repeated_from_its_own_config_gives_the_same_rows_to_the_bit(run, monkeypatch, tmp_path):
+    first, _ = run("detector=[rmd,msp,knn]", "detector.knn.k=9", "seed=3", name="first")
+    again = tmp_path / "again"
+    words = ["--config-dir", str(first.path), "--config-name", "config", *QUIET, f"hydra.run.dir={again}"]
+    monkeypatch.setattr(sys, "argv", ["rmd-compare", *words])
+    GlobalHydra.instance().clear()
+    main()
+    assert (again / "rows.csv").read_bytes() == first.file("rows.csv").read_bytes()
+
+
+def test_options_reach_the_detectors_the_data_and_the_cache(run, tmp_path):
+    changes = ["detector.rmd.shrinkage=0.5", "detector.knn.k=300", "limit_test=50", "cache_dir=null"]
+    folder, _ = run("detector=[rmd,knn]", *changes)
+    assert not (tmp_path / "cache").exists()
+    rows = folder.read_rows()
+    assert "k=300 exceeds" in select(rows, detector="knn")[0].reason
+    assert len(folder.read_scores()["rmd"]["test"]) == 50
+    other, _ = run("detector=[rmd]", "limit_test=50", name="other")
+    assert not np.array_equal(folder.read_scores()["rmd"]["test"], other.read_scores()["rmd"]["test"])
+
+
+def test_an_untrained_network_is_named_as_such(run):
+    small = ["backbone.widths=[4]", "limit_train=60", "limit_test=30", "figures=false"]
+    folder, out = run("benchmark=digits", *small, "detector=[rmd,msp,odin,mahalanobis_odin]", tiny=False)
+    (row,) = select(folder.read_rows(), metric="ACC")
+    assert row.reason.startswith("linear probe on the training features; the encoder is untrained")
+    assert "the encoder is untrained" in " ".join(out.split())
+    assert set(folder.read_scores()) == {"rmd", "msp", "odin", "mahalanobis_odin"}
+
+
+def test_a_file_of_features_is_compared_with_the_identity(run, tmp_path):
+    rng = np.random.default_rng(0)
+    y = np.arange(300) % 3
+    z = rng.normal(size=(300, 5)).astype(np.float32)
+    z[np.arange(300), y] += 4
+    np.savez(tmp_path / "mine.npz", features=z, labels=y, near_between=rng.normal(size=(60, 5)) + 1)
+    arguments = ["benchmark=features", f"benchmark.path={tmp_path / 'mine.npz'}", "detector=[rmd,msp]", "figures=false"]
+    folder, _ = run(*arguments, tiny=False)
+    assert {row.ood for row in folder.read_rows() if row.ood} == {"between"}
+    assert {row.backbone for row in folder.read_rows()} == {"identity"}
+
+
+def test_the_mlp_finds_its_input_size_by_itself(run):
+    folder, _ = run(
+        "benchmark=digits", "backbone=mlp", "backbone.hidden=[16]", "detector=[rmd]", "head=null", tiny=False
+    )
+    assert len(select(folder.read_rows(), detector="rmd", metric="AUROC")) == 3
+
+
+def test_variants_and_models_are_part_of_the_names():
+    from rmd_plugin.app.assembly import run_names
+
+    config = OmegaConf.create(
+        {
+            "names": {"benchmark": "clinc150", "backbone": "bert"},
+            "benchmark": {"variant": "small"},
+            "backbone": {"name": "/models/mini-lm"},
+        }
+    )
+    assert run_names(config) == ("clinc150:small", "bert:mini-lm")
+    config.names.backbone, config.benchmark.variant = "resnet", "full"
+    assert run_names(config) == ("clinc150", "resnet")
+
+
+def test_a_multirun_makes_one_folder_per_job(run, tmp_path, monkeypatch):
+    sweep = tmp_path / "sweep"
+    words = ["-m", *TINY, *QUIET, "detector=[rmd]", "seed=0,1", f"hydra.sweep.dir={sweep}"]
+    monkeypatch.setattr(sys, "argv", ["rmd-compare", *words])
+    GlobalHydra.instance().clear()
+    main()
+    found = [read_rows(sweep / job / "rows.csv")[0].seed for job in ("0", "1")]
+    assert found == [0, 1]
+
+
+# -- trouble ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["device=cuda:99"], "device=cuda:99 cannot be used here"),
+        (["device=abacus"], "device=abacus cannot be used here"),
+        (["head=mlp"], "head must be auto, own, linear_probe or null, got 'mlp'"),
+        (["head=own", "backbone.num_classes=7"], "identity has a head for 7 classes and simulation has 2 classes"),
+        (["detector=[]"], "no detector is chosen"),
+        (["batch_size=0"], "batch_size must be >= 1"),
+        (["benchmark.sigma=-1"], "sigma must be above 0"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_the_folder_says_failed(arguments, complaint, run, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("detector=[rmd]", *arguments)
+    assert stop.value.code == 1
+    err = capsys.readouterr().err.strip().splitlines()
+    assert len(err) == 1
+    assert err[0].startswith("rmd-compare: ")
+    assert complaint in err[0]
+    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert complaint in status["reason"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("benchmark=features", "benchmark=features needs benchmark.path: give benchmark.path=VALUE."),
+        ("backbone=timm", "backbone=timm needs backbone.name: give backbone.name=VALUE."),
+    ],
+)
+def test_a_choice_that_needs_a_value_asks_for_it(choice, expected, run, capsys):
+    with pytest.raises(SystemExit):
+        run(choice, "detector=[rmd]", tiny=False)
+    assert capsys.readouterr().err == f"rmd-compare: {expected}\n"
+
+
+def test_a_missing_file_is_one_clear_line(run, capsys):
+    with pytest.raises(SystemExit):
+        run("benchmark=features", "benchmark.path=nothing.npz", "detector=[rmd]", tiny=False)
+    assert capsys.readouterr().err.startswith("rmd-compare: no file of features: looked for nothing.npz")
+
+
+def test_a_seed_that_is_no_number_is_one_clear_line(run, capsys):
+    with pytest.raises(SystemExit):
+        run("seed=abc", "detector=[rmd]")
+    assert capsys.readouterr().err == "rmd-compare: seed must be a whole number, got 'abc'.\n"
+
+
+def test_an_unknown_choice_lists_the_choices(tmp_path):
+    job = process("benchmark=digitz", cwd=tmp_path)
+    _, err = job.communicate()
+    assert job.returncode == 1
+    assert "Could not find 'benchmark/digitz'" in err
+    for name in DEFAULT_BACKBONES:
+        assert name in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", [0, 3], ids=["between", "while flows are trained"])
+def test_ctrl_c_leaves_what_was_done(tmp_path, when):
+    endless = ["max_epochs", "patience"]
+    slow = ["detector=[rmd,relative_flow]", *(f"detector.relative_flow.{name}=1000000" for name in endless)]
+    job = process(*TINY, *slow, "hydra.run.dir=out", cwd=tmp_path, start_new_session=True)
+    rows = tmp_path / "out" / "rows.csv"
+    deadline = time.monotonic() + 120
+    while not rows.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(when)
+    os.killpg(job.pid, signal.SIGINT)
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 130, err
+    assert "Traceback" not in err
+    assert select(read_rows(rows), detector="rmd", metric="AUROC")
+    assert (tmp_path / "out" / "table.md").exists()
+    assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "interrupted"
+    assert "RMD" in out

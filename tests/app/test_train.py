@@ -1,0 +1,200 @@
+"""``rmd-train`` as a user runs it: one process per command, on scikit-learn's digits."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from rmd_plugin.app.configs import register_resolvers
+from rmd_plugin.compare.rows import read_rows
+from rmd_plugin.report.run_folder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
+#: small enough for seconds, large enough to be a real training
+TINY = ["trainer.max_epochs=2", "detector=[rmd,mahalanobis,msp]", "figures=false", "resamples=50"]
+
+
+def environment():
+    # Debian's chromium, the user's cache and data have no part in these tests
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+
+
+def command(*arguments, module="rmd_plugin.app.train"):
+    return [sys.executable, "-m", module, *arguments]
+
+
+def run(folder, *arguments, check=True, module="rmd_plugin.app.train"):
+    done = subprocess.run(
+        command(*arguments, module=module), cwd=folder, env=environment(), capture_output=True, text=True, timeout=600
+    )
+    if check and done.returncode:
+        pytest.fail(
+            f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
+    return done
+
+
+def choices(group):
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@pytest.fixture
+def composed():
+    register_resolvers()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield lambda *overrides: compose("train", overrides=list(overrides), return_hydra_config=True)
+    GlobalHydra.instance().clear()
+
+
+@pytest.mark.parametrize("group", ["optimizer", "pretrain", "trainer", "logger"])
+def test_every_choice_composes(composed, group):
+    for choice in choices(group):
+        config = composed(f"{group}={choice}")
+        assert OmegaConf.to_container(config[group], resolve=False) is not None
+
+
+def test_all_detectors_compose_together(composed):
+    config = composed(f"detector=[{','.join(choices('detector'))}]")
+    assert {"rmd", "relative_flow", "msp", "knn"} <= set(config.detector)
+    assert all(node._target_.startswith(("rmd_plugin.", "pytorch_ood.")) for node in config.detector.values())
+
+
+@pytest.mark.parametrize("sweep", choices("sweep"))
+def test_every_sweep_composes_and_sets_what_it_sweeps(composed, sweep):
+    assert composed(f"sweep={sweep}").hydra.sweeper.params
+
+
+def test_an_unknown_choice_lists_the_known_ones(tmp_path):
+    failed = run(tmp_path, "backbone=alexnet", check=False)
+    assert failed.returncode
+    assert "small_cnn" in failed.stderr
+    assert "wrn28_10" in failed.stderr
+
+
+def test_help_names_the_choices_and_imports_nothing_heavy(tmp_path):
+    code = (
+        "import sys; sys.argv = ['rmd-train', '--help']\n"
+        "from rmd_plugin.app.train import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'pytorch_lightning', 'matplotlib'} & set(sys.modules), 'heavy'"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
+    assert "benchmark: cifar100_vs_cifar10" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_writes_its_folder_and_can_be_repeated_to_the_last_bit(tmp_path):
+    first = run(tmp_path, *TINY, "hydra.run.dir=first")
+    folder = RunFolder(tmp_path / "first")
+    assert folder.done
+    assert "RMD" in first.stdout
+    for name in ("config.yaml", "rows.csv", "timings.csv", "versions.json", "history.csv", "report.html", "table.md"):
+        assert folder.file(name).is_file(), name
+    assert (tmp_path / "first/checkpoints/best.ckpt").is_file()
+    areas = [row for row in folder.read_rows() if row.metric == "AUROC"]
+    assert {row.detector for row in areas} == {"rmd", "mahalanobis", "msp"}
+    assert all(0.5 < row.value <= 1 for row in areas if row.ood == "digits_6_9")
+    # from its own config: bitwise the same rows, in a folder of its own
+    run(tmp_path, "--config-dir", "first", "--config-name", "config", "hydra.run.dir=again")
+    assert folder.file("rows.csv").read_bytes() == (tmp_path / "again/rows.csv").read_bytes()
+    # the best checkpoint alone: the same numbers without training
+    run(tmp_path, *TINY, "train=false", "ckpt_path=first/checkpoints/best.ckpt", "hydra.run.dir=evaluated")
+    assert folder.file("rows.csv").read_bytes() == (tmp_path / "evaluated/rows.csv").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_failed_job_says_why_in_one_line(tmp_path):
+    failed = run(tmp_path, *TINY, "train=false", "hydra.run.dir=failed", check=False)
+    assert failed.returncode == 1
+    assert "train=false evaluates trained weights" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert RunFolder(tmp_path / "failed").read_status().state == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_a_sweep_reports_and_a_stopped_one_goes_on(tmp_path, launcher):
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
+    sweep = ["-m", *TINY, "backbone=mlp", "benchmark=digits", "seed=0,1", f"hydra/launcher={launcher}"]
+    if launcher == "submitit_local":
+        sweep.append("hydra.launcher.timeout_min=10")
+    run(tmp_path, *sweep)
+    jobs = sorted(path.parent for path in (tmp_path / "multirun/train").rglob("rows.csv"))
+    assert len(jobs) == 2
+    assert all(RunFolder(job).done for job in jobs)
+    summary = [path.name for path in (tmp_path / "multirun/train").glob("*.md")]
+    assert summary, "the sweep wrote no summary"
+    # one job is made undone: only that one runs again
+    before = [(job / "rows.csv").stat().st_mtime_ns for job in jobs]
+    bytes_before = (jobs[1] / "rows.csv").read_bytes()
+    (jobs[1] / "status.json").unlink()
+    time.sleep(0.05)
+    run(tmp_path, *sweep, "resume=true")
+    after = [(job / "rows.csv").stat().st_mtime_ns for job in jobs]
+    assert after[0] == before[0]
+    assert after[1] > before[1]
+    assert (jobs[1] / "rows.csv").read_bytes() == bytes_before
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_usable_report(tmp_path):
+    process = subprocess.Popen(
+        command("trainer.max_epochs=500", *TINY[1:], "hydra.run.dir=stopped"),
+        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    best, deadline = tmp_path / "stopped/checkpoints/best.ckpt", time.monotonic() + 300
+    while not best.is_file() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=300)
+    assert best.is_file(), output[-3000:]
+    assert (tmp_path / "stopped/report.html").is_file(), output[-3000:]
+    assert read_rows(tmp_path / "stopped/rows.csv")
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("launcher", ["basic", "submitit_local", "joblib"])
+def test_ddp_inside_a_multirun_leaves_one_folder_per_job(tmp_path, launcher):
+    # a worker's own program is the launcher's: the second process of a job must not run that
+    if launcher != "basic":
+        pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
+    options = ["trainer=ddp", "trainer.accelerator=cpu", "limit_train=100", f"hydra/launcher={launcher}"]
+    run(tmp_path, "-m", *TINY, *options, "backbone.widths=[4,8]", "seed=0,1")
+    jobs = sorted(path.parent for path in tmp_path.rglob("rows.csv"))
+    assert len(jobs) == 2
+    assert all(RunFolder(job).done for job in jobs)
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_two_stages_in_one_command(tmp_path, data_dir):
+    run(
+        tmp_path,
+        "benchmark=genomics", "benchmark.source=genomes", "backbone=genomics_bert", "pretrain=masked_tokens",
+        "pretrain.max_epochs=1", "backbone.width=16", "backbone.depth=1", "backbone.heads=2", "limit_train=200",
+        "limit_test=50", *TINY, "trainer.max_epochs=1", f"paths.data_dir={data_dir}", "hydra.run.dir=out",
+    )  # fmt: skip
+    assert (tmp_path / "out/pretrained/done.ckpt").is_file()
+    assert RunFolder(tmp_path / "out").done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["lightning_script.py", "framework_benchmark.py"])
+def test_examples_run(tmp_path, script):
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / script], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "AUROC 0." in done.stdout

@@ -1,0 +1,70 @@
+"""Every ``conf/backbone`` file: its command, its class, and the network it names."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_class, instantiate
+
+from rmd_plugin.backbones.base import Backbone
+
+CONF = Path(__file__).parents[2] / "conf"
+CONFIGS = sorted(path.stem for path in (CONF / "backbone").glob("*.yaml"))
+PLANNED = {
+    *("wrn28_10", "wrn40_2", "resnet18_cifar", "resnet56_cifar", "small_cnn", "mlp", "identity", "genomics_cnn"),
+    *("genomics_bert", "vit_b16", "bit_r50x1", "clip_vit_b32", "timm", "open_clip", "torchvision"),
+    *("efficientnet_lite0", "bert"),
+}
+
+
+def compose_backbone(choice: str, *overrides: str) -> Any:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(overrides=[f"+backbone={choice}", *overrides]).backbone
+
+
+def test_every_planned_backbone_has_a_config() -> None:
+    assert set(CONFIGS) >= PLANNED
+
+
+@pytest.mark.parametrize("choice", CONFIGS)
+def test_each_config_starts_with_its_command_and_fits_its_class(choice: str) -> None:
+    first = (CONF / "backbone" / f"{choice}.yaml").read_text().splitlines()[0]
+    assert re.match(rf"# rmd-(compare|train) backbone={choice}\b", first)
+    config = compose_backbone(choice)
+    target = get_class(config._target_)
+    assert issubclass(target, Backbone)
+    accepted = set(inspect.signature(target.__init__).parameters)
+    given = {str(key) for key in config if not str(key).startswith("_")}
+    assert given <= accepted
+    assert {"num_classes", "checkpoint", "load_head", "frozen"} <= given
+
+
+@pytest.mark.parametrize(
+    ("choice", "dim", "parameters", "overrides"),
+    [
+        # parameters of encoder and head as published: WRN-28-10 36.5 M, WRN-40-2 2.2 M, ResNet-18 11.2 M,
+        # ResNet-56 0.85 M, EfficientNet-Lite0 4.65 M with 1000 classes instead of ten
+        ("wrn28_10", 640, 36.5e6, []),
+        ("wrn40_2", 128, 2.24e6, []),
+        ("resnet18_cifar", 512, 11.17e6, []),
+        ("resnet56_cifar", 64, 0.853e6, ["backbone.checkpoint=null"]),
+        ("small_cnn", 128, None, []),
+        ("mlp", 256, None, ["backbone.in_features=64"]),
+        ("identity", 12, None, ["backbone.in_features=12"]),
+        # 4 * 20 * 2000 + 2000 motifs, 2000 * 2000 + 2000 dense, 2000 * 10 + 10 head
+        ("genomics_cnn", 2000, 4_184_010, []),
+        ("genomics_bert", 128, None, []),
+        ("efficientnet_lite0", 1280, 4.65e6 - 990 * 1281, ["backbone.pretrained=false"]),
+    ],
+)
+def test_each_config_builds_the_network_it_names(
+    choice: str, dim: int, parameters: float | None, overrides: list[str]
+) -> None:
+    backbone = instantiate(compose_backbone(choice, *overrides), num_classes=10)
+    assert backbone.feature_dim == dim
+    assert backbone.num_classes == 10
+    if parameters is not None:
+        assert sum(p.numel() for p in backbone.parameters()) == pytest.approx(parameters, rel=0.005)

@@ -1,0 +1,86 @@
+"""Every file of conf/benchmark: its command, the class's own defaults, and a benchmark when it is composed."""
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
+from hydra.utils import get_class, instantiate
+from omegaconf import OmegaConf
+
+from rmd_plugin.benchmarks import DataNotFoundError, OODBenchmark
+
+FOLDER = Path(__file__).parents[2] / "conf"
+NAMES = sorted(path.stem for path in (FOLDER / "benchmark").glob("*.yaml"))
+SHARED = {"data_dir": None, "limit_train": None, "limit_test": None, "seed": 0}
+
+
+def composed(name, *overrides):
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return compose(overrides=[f"+benchmark={name}", *overrides]).benchmark
+
+
+def test_there_is_a_config_for_every_benchmark_of_the_plan():
+    expected = "cifar100_vs_cifar10 cifar10_vs_cifar100 clinc150 digits features genomics simulation"
+    assert sorted(expected.split()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_names_its_command_its_class_and_the_class_s_own_defaults(name):
+    first = (FOLDER / "benchmark" / f"{name}.yaml").read_text().splitlines()[0]
+    assert first.startswith("# rmd-compare ")
+    assert f"benchmark={name}" in first
+    config = composed(name)
+    target = get_class(config._target_)
+    assert issubclass(target, OODBenchmark)
+    assert target.name == name
+    parameters = inspect.signature(target).parameters
+    for key in config:
+        if key in ("_target_", "path"):
+            continue
+        value = config[key]
+        value = tuple(value) if OmegaConf.is_list(value) else value
+        assert parameters[key].default == value, key
+    # everything that can be set on the command line is there to be set; transforms come from the backbone
+    left_out = set(parameters) - set(config) - {"train_transform", "test_transform"}
+    assert left_out <= {"data_dir"}
+    assert {"limit_train", "limit_test", "seed"} <= set(config)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_run_s_own_options_reach_the_benchmark(name):
+    config = composed(name, "+seed=7", "+limit_train=200", "+limit_test=9", "++paths.data_dir=elsewhere")
+    assert (config.seed, config.limit_train, config.limit_test) == (7, 200, 9)
+    assert config.get("data_dir", "elsewhere") == "elsewhere"
+
+
+def test_benchmarks_without_files_are_built_from_their_config():
+    digits = instantiate(composed("digits", "+seed=3", "+limit_train=60"))
+    assert len(digits.train_set()) == 60
+    simulation = instantiate(
+        composed("simulation", "benchmark.dim=8", "benchmark.n_train=5", "benchmark.means=[0,1,2]")
+    )
+    assert (simulation.num_classes, len(simulation.train_set())) == (3, 15)
+
+
+def test_a_transform_can_be_given_to_the_config_when_it_is_built():
+    benchmark = instantiate(composed("digits"), test_transform=lambda x: x * 0)
+    assert float(benchmark.fit_set()[0][0].sum()) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("digits", "simulation", "features")])
+def test_absent_data_is_one_error_that_names_the_remedy(name, tmp_path):
+    with pytest.raises(InstantiationException) as caught:
+        instantiate(composed(name, f"benchmark.data_dir={tmp_path}"))
+    cause = caught.value.__cause__
+    assert isinstance(cause, DataNotFoundError)
+    assert str(tmp_path) in str(cause)
+    assert "download=True (benchmark.download=true on the command line)" in str(cause)
+
+
+def test_features_are_built_from_a_path(tmp_path):
+    np.savez(tmp_path / "a.npz", features=np.random.default_rng(0).normal(size=(30, 4)), labels=np.arange(30) % 3 - 1)
+    benchmark = instantiate(composed("features", f"benchmark.path={tmp_path / 'a.npz'}"))
+    assert (benchmark.num_classes, benchmark.ood_names) == (2, ["ood"])

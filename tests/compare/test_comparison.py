@@ -1,0 +1,255 @@
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from pytorch_ood import detector as framework
+from pytorch_ood.api import FeaturesDetector
+from pytorch_ood.metrics import OODMetrics
+from tiny_benchmark import CLASSES, Tiny, TinyNet
+from torch import nn
+
+from rmd_plugin import RMD, Mahalanobis, NumericalWarning
+from rmd_plugin.compare.comparison import compare
+from rmd_plugin.compare.extraction import Extractor
+from rmd_plugin.compare.rows import select
+
+ALL = {
+    name: getattr(framework, name)
+    for name in framework.__all__
+    if name not in ("odin_preprocessing", "DICE") and isinstance(getattr(framework, name), type)
+}
+
+
+def run(detectors, backbone=None, benchmark=None, **options):
+    extractor = Extractor(benchmark or Tiny(), backbone or TinyNet(), progress=False, batch_size=64)
+    return compare(extractor, detectors, benchmark="tiny", backbone="net", **{"resamples": 50, **options})
+
+
+@pytest.fixture(scope="module")
+def everything():
+    return run({"rmd": RMD, "dice": functools.partial(framework.DICE, p=0.65), **ALL})
+
+
+def test_every_detector_of_the_framework_has_numbers_or_a_reason(everything):
+    reasons = {row.detector: row.reason for row in everything.rows if not row.ok}
+    assert set(reasons) == {"Gram", "MultiMahalanobis", "RankFeat", "MCM", "WeightedEBO"}
+    assert all(row.status == "skipped" for row in everything.rows if not row.ok)
+    assert set(everything.scores) == {"rmd", "dice", *ALL} - set(reasons)
+
+
+def test_rows_are_complete_and_name_what_they_belong_to(everything):
+    mine = select(everything.rows, detector="rmd")
+    assert {(row.ood, row.metric) for row in mine} == {
+        *((ood, metric) for ood in ("near", "far") for metric in ("AUROC", "AUPR-IN", "AUPR-OUT", "FPR95TPR")),
+        ("", "fit_seconds"),
+        ("", "score_seconds"),
+    }
+    assert {(row.ood, row.distance) for row in mine} == {("near", "near"), ("far", "far"), ("", "")}
+    assert all((row.benchmark, row.backbone, row.seed) == ("tiny", "net", 0) for row in mine)
+
+
+def test_numbers_are_those_of_the_framework_on_the_same_scores(everything):
+    for detector in ("rmd", "MaxSoftmax", "KNN"):
+        scores = everything.scores[detector]
+        metrics = OODMetrics()
+        labels = torch.cat([torch.zeros(60), -torch.ones(50)])
+        metrics.update(torch.from_numpy(np.concatenate([scores["test"], scores["near"]])), labels)
+        expected = metrics.compute()
+        for row in select(everything.rows, detector=detector, ood="near"):
+            assert row.value == pytest.approx(expected[row.metric])
+
+
+def test_the_frameworks_own_evaluation_gives_the_same_auroc(everything):
+    backbone = TinyNet().eval()
+    detector = framework.KNN(backbone.encoder)
+    benchmark = Tiny()
+    detector.fit(torch.utils.data.DataLoader(benchmark.train_set(), 64))
+    found = benchmark.evaluate(detector, loader_kwargs={"batch_size": 64})
+    rows = select(everything.rows, detector="KNN", metric="AUROC")
+    assert [row.value for row in rows] == pytest.approx([result["AUROC"] for result in found], abs=1e-6)
+
+
+def test_intervals_hold_the_number_and_can_be_left_out(everything):
+    rows = select(everything.rows, metric="AUROC", status="ok")
+    assert all(row.low <= row.value <= row.high for row in rows)
+    assert all(math.isnan(row.low) for row in run({"rmd": RMD}, resamples=0).rows)
+
+
+class Broken(FeaturesDetector):
+    """Fails where it is told to."""
+
+    requires_fit = True
+
+    def __init__(self, where):
+        self.where = where
+        if where == "init":
+            raise ValueError("bad option\nand a second line")
+
+    def fit_features(self, z, y):
+        if self.where == "fit":
+            raise MemoryError
+        return self
+
+    def predict_features(self, z):
+        if self.where == "score":
+            raise RuntimeError("no score")
+        if self.where == "shape":
+            return torch.zeros(len(z), 2)
+        return torch.full((len(z),), torch.nan)
+
+    def predict(self, x):
+        return self.predict_features(x)
+
+
+def test_a_detector_that_fails_is_a_row_with_its_reason_and_the_rest_stand():
+    places = ("init", "fit", "score", "shape", "nan")
+    result = run({**{place: functools.partial(Broken, where=place) for place in places}, "rmd": RMD})
+    failed = {row.detector: row.reason for row in result.rows if row.status == "failed"}
+    assert failed["init"] == "ValueError: bad option"
+    assert failed["fit"] == "MemoryError"
+    assert failed["score"] == "RuntimeError: no score"
+    assert failed["shape"] == "ValueError: scores must have shape (60,), got (60, 2)"
+    assert "NaN" in failed["nan"]
+    assert len(select(result.rows, detector="rmd", metric="AUROC", status="ok")) == 2
+
+
+class Dice(FeaturesDetector):
+    """Scores with the global random numbers of torch and numpy."""
+
+    def predict_features(self, z):
+        return torch.rand(len(z)) + torch.from_numpy(np.random.rand(len(z)))  # noqa: NPY002
+
+    def predict(self, x):
+        return self.predict_features(x)
+
+
+def test_random_detectors_follow_the_seed_and_nobody_else():
+    alone = run({"dice": Dice}).scores["dice"]["near"]
+    together = run({"knn": framework.KNN, "more": Dice, "dice": Dice}).scores["dice"]["near"]
+    assert np.array_equal(alone, together)
+    assert not np.array_equal(alone, run({"dice": Dice}, seed=1).scores["dice"]["near"])
+
+
+def test_the_callers_random_state_comes_back():
+    before = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    run({"dice": Dice})
+    assert torch.equal(torch.random.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])  # noqa: NPY002
+
+
+class Warns(FeaturesDetector):
+    """Warns as our numerics do."""
+
+    def predict_features(self, z):
+        import warnings
+
+        warnings.warn("three directions were left out", NumericalWarning, stacklevel=2)
+        warnings.warn("something of the framework", UserWarning, stacklevel=2)
+        return z[:, 0]
+
+    def predict(self, x):
+        return self.predict_features(x)
+
+
+def test_numerical_warnings_become_remarks_of_the_rows():
+    rows = select(run({"warns": Warns}).rows, detector="warns", metric="AUROC")
+    assert {row.reason for row in rows} == {"three directions were left out"}
+
+
+# -- the head -----------------------------------------------------------------------------------------------------
+
+
+def accuracy_row(result):
+    (row,) = select(result.rows, metric="ACC")
+    return row
+
+
+def test_an_untrained_head_gives_way_to_a_linear_probe():
+    row = accuracy_row(run({"msp": framework.MaxSoftmax}))
+    assert row.reason == "linear probe on the training features"
+    assert row.value > 0.9
+
+
+def test_a_loaded_head_is_used():
+    backbone = TinyNet()
+    backbone.head_loaded = True
+    result = run({"msp": framework.MaxSoftmax}, backbone)
+    assert accuracy_row(result).reason == "the backbone's own head"
+    with torch.no_grad():
+        logits = backbone.eval().head(backbone.encoder(Tiny().parts["near"].x))
+    expected = -logits.softmax(1).max(1).values
+    assert np.allclose(result.scores["msp"]["near"], expected.numpy(), atol=1e-6)
+
+
+def test_a_head_for_other_classes_gives_way_to_a_probe():
+    backbone = TinyNet()
+    backbone.head, backbone.head_loaded = nn.Linear(8, CLASSES + 1), True
+    assert "linear probe" in accuracy_row(run({}, backbone)).reason
+    with pytest.raises(ValueError, match="head for 4 classes and tiny has 3 classes"):
+        run({}, backbone, head="own")
+
+
+def test_an_own_head_that_is_untrained_is_used_on_demand_and_says_so():
+    row = accuracy_row(run({"msp": framework.MaxSoftmax}, head="own", remark="the encoder is untrained"))
+    assert row.reason == "the backbone's own head, untrained; the encoder is untrained"
+
+
+def test_without_a_head_detectors_of_logits_are_not_served_and_the_others_are():
+    result = run({"msp": framework.MaxSoftmax, "md": Mahalanobis}, head=None)
+    assert accuracy_row(result).status == "skipped"
+    assert select(result.rows, detector="msp")[0].reason.startswith("needs a classifier")
+    assert "md" in result.scores
+
+
+def test_an_unknown_head_is_refused():
+    with pytest.raises(ValueError, match="head must be auto, own, linear_probe or null, got 'mlp'"):
+        run({}, head="mlp")
+
+
+# -- stopping -----------------------------------------------------------------------------------------------------
+
+
+class Stops(FeaturesDetector):
+    """The user loses patience."""
+
+    def predict_features(self, z):
+        raise KeyboardInterrupt
+
+    def predict(self, x):
+        return self.predict_features(x)
+
+
+def test_after_ctrl_c_there_is_what_was_done():
+    seen = []
+    result = run(
+        {"md": Mahalanobis, "stops": Stops, "rmd": RMD}, after_each=lambda so_far: seen.append(len(so_far.rows))
+    )
+    assert result.interrupted
+    assert list(result.scores) == ["md"]
+    assert len(seen) == 1
+
+
+class EndsEarly(RMD):
+    """Takes Ctrl-C as a wish to end its training, as flows do."""
+
+    def fit_features(self, z, y):
+        self.interrupted = True
+        return super().fit_features(z, y)
+
+
+def test_ctrl_c_in_a_fit_that_takes_it_as_its_own_stops_the_comparison_too():
+    result = run({"md": Mahalanobis, "ends": EndsEarly, "rmd": RMD})
+    assert result.interrupted
+    assert list(result.scores) == ["md"]
+
+
+def test_a_benchmark_that_says_no_more_than_the_framework_asks_for_will_do():
+    class Plain(Tiny):
+        distance = num_classes = property(lambda self: (_ for _ in ()).throw(AttributeError))
+        val_set = property(lambda self: (_ for _ in ()).throw(AttributeError))
+
+    result = run({"rmd": RMD, "ts": framework.TemperatureScaling}, benchmark=Plain())
+    assert {row.distance for row in result.rows} == {""}
+    assert set(result.scores) == {"rmd", "ts"}

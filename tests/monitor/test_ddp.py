@@ -1,0 +1,139 @@
+import math
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import callback_ddp_run
+import pytest
+import torch
+import torch.distributed as dist
+from torch import multiprocessing as mp
+
+from rmd_plugin.compare.metrics import FeatureRows, OODScores
+from rmd_plugin.monitor.callback import OODMonitor
+from rmd_plugin.monitor.evaluation import Evaluation
+
+pytestmark = pytest.mark.ddp
+
+SCRIPT = Path(__file__).parents[1] / "callback_ddp_run.py"
+SETS = {"near": 23, "tiny": 1, "extra": 9, "unknown": 4}
+
+
+def run(strategy, folder):
+    folder.mkdir()
+    path = os.pathsep.join([str(SCRIPT.parent.parent), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "PL_GLOBAL_SEED": "0"}
+    command = [sys.executable, str(SCRIPT), strategy, str(folder)]
+    # a hang ends in TimeoutExpired
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder, [torch.load(f, weights_only=False) for f in sorted(folder.glob("*.pt"))]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("single")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setattr("rmd_plugin.monitor.callback.Evaluation", Evaluation)  # gives it back afterwards
+        callback_ddp_run.main("auto", folder)
+    return torch.load(folder / "0.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module", params=["ddp", "ddp_spawn"])
+def double(request, tmp_path_factory):
+    folder, results = run(request.param, tmp_path_factory.mktemp(request.param) / "run")
+    assert [result["rank"] for result in results] == [0, 1]
+    return folder, results
+
+
+def values(result, prefix):
+    return {(r["epoch"], r["detector"], r["ood"], r["metric"]): r["value"] for r in result[prefix]["rows"]}
+
+
+@pytest.mark.parametrize("prefix", ["ood", "stream"])
+def test_two_processes_find_the_moments_and_metrics_of_one(single, double, prefix):
+    expected = values(single, prefix)
+    assert not any(math.isnan(value) for value in expected.values())
+    for result in double[1]:
+        for mine, theirs in zip(single[prefix]["moments"], result[prefix]["moments"], strict=True):
+            assert torch.equal(mine, theirs)
+        assert values(result, prefix) == expected
+        assert result[prefix]["fits"] == single[prefix]["fits"]
+
+
+def test_two_processes_find_the_scores_of_one_and_every_sample_counts_once(single, double):
+    for result in double[1]:
+        assert len(result["scores"]) == len(single["scores"]) == 6  # three monitors, two epochs
+        for mine, theirs in zip(single["scores"], result["scores"], strict=True):
+            for name in theirs:
+                (inliers, outliers), (inliers_2, outliers_2) = mine.get(name, theirs[name]), theirs[name]
+                assert len(inliers_2) == 37 - SETS["unknown"]
+                assert {ood: len(found) for ood, found in outliers_2.items()} == {ood: SETS[ood] for ood in outliers}
+                torch.testing.assert_close(inliers_2, inliers, rtol=1e-5, atol=1e-5)
+                for ood in outliers:
+                    torch.testing.assert_close(outliers_2[ood], outliers[ood], rtol=1e-5, atol=1e-5)
+
+
+def test_a_fit_that_draws_is_the_same_on_every_process(single, double):
+    weight, order = single["ood"]["drawn"]
+    for result in double[1]:
+        assert torch.equal(result["ood"]["drawn"][1], order)  # the features come in the order of the data set
+        assert torch.equal(result["ood"]["drawn"][0], weight)
+
+
+def test_flows_are_the_same_on_every_process(single, double):
+    for result in double[1]:
+        for name, tensor in single["ood"]["flow"].items():
+            assert torch.equal(result["ood"]["flow"][name], tensor), name
+
+
+def test_what_callbacks_see_is_the_same_on_every_process(single, double):
+    first, second = (result["metrics"] for result in double[1])
+    assert first.keys() == second.keys() == single["metrics"].keys()
+    for name, value in first.items():
+        assert second[name] == value or (math.isnan(value) and math.isnan(second[name]))
+        if not name.startswith("failing"):
+            assert value == single["metrics"][name]
+
+
+def test_a_failure_on_one_process_is_a_failure_on_all_and_nothing_hangs(double):
+    for result in double[1]:
+        for (_, detector, _, _), value in values(result, "failing").items():
+            assert math.isnan(value) == (detector != "good")
+
+
+def test_the_checkpoint_holds_the_detectors_of_all_processes(double):
+    folder, _ = double
+    own = {"rmd": callback_ddp_run.Keeping()}
+    detector = OODMonitor.load_detectors(folder / "checkpoints" / "last.ckpt", prefix="stream", detectors=own)["rmd"]
+    assert detector.fitted
+    state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["callbacks"]
+    monitor = next(s for key, s in state.items() if "'ood'" in key)
+    assert set(monitor["detectors"]) >= {"rmd", "flow", "drawn"}
+    assert monitor["history"][0]["detector"] == "rmd"
+
+
+def metrics_of(rank, store, folder):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    scores, rows = OODScores(["a", "b"]), FeatureRows()
+    if rank == 0:  # rank 1 has seen nothing
+        scores.update(torch.arange(6.0), torch.tensor([0, 0, -1, 0, -1, -1]), "b")
+        rows.update(torch.arange(8.0).view(4, 2).double(), torch.tensor([1, -1, 0, 1]), torch.tensor([3, 2, 1, 0]))
+    inliers, outliers = scores.gather()
+    gathered, labels = rows.compute()
+    result = (float(scores.compute()["b/AUROC"]), inliers.tolist(), outliers["b"].tolist(), gathered, labels)
+    torch.save(result, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_process_without_data_takes_part(tmp_path):
+    mp.spawn(metrics_of, (tmp_path / "store", tmp_path), nprocs=2)
+    for rank in range(2):
+        auroc, inliers, outliers, rows, labels = torch.load(tmp_path / f"{rank}.pt")
+        assert auroc == pytest.approx(8 / 9)
+        assert (sorted(inliers), sorted(outliers)) == ([0.0, 1.0, 3.0], [2.0, 4.0, 5.0])
+        assert rows.tolist() == [[6.0, 7.0], [4.0, 5.0], [0.0, 1.0]]
+        assert labels.tolist() == [1, 0, 1]

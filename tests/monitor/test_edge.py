@@ -1,0 +1,291 @@
+"""Unusual runs: sanity check, limits, several validations, none at all, and failures."""
+
+import signal
+
+import callback_kit as kit
+import oracle
+import pytest
+import torch
+from callback_kit import OOD, OTHER, TRAIN, VAL, Classifier, features_of, fit, loader, told, values
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_ood.detector import KNN, MaxSoftmax
+from torch.utils.data import Dataset
+
+from rmd_plugin import RMD, Mahalanobis
+from rmd_plugin.encoding.batch_encoder import EncodingError
+from rmd_plugin.monitor.callback import OODMonitor, OODMonitorWarning
+
+pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
+
+
+def monitored(**options):
+    return OODMonitor({"rmd": RMD()}, **{"head": "model.fc", "ood": {"svhn": loader(OOD)}, **options})
+
+
+def auroc_of(module, train=TRAIN, val=VAL, ood=OOD):
+    z, inlier, outlier = (features_of(module, data[0]) for data in (train, val, ood))
+    return oracle.auroc(oracle.rmd(z, train[1], inlier), oracle.rmd(z, train[1], outlier))
+
+
+def first(data, count):
+    return data[0][:count], data[1][:count]
+
+
+def epochs(monitor):
+    return [row["epoch"] for row in monitor.history if (row["ood"], row["metric"]) == ("svhn", "AUROC")]
+
+
+def test_the_sanity_check_fits_and_logs_nothing():
+    monitor = monitored()
+    fit(monitor, num_sanity_val_steps=2, max_epochs=0)
+    assert monitor.history == []
+    assert not monitor.detectors["rmd"].fitted
+    fit(monitor, num_sanity_val_steps=2)
+    assert epochs(monitor) == [0]
+
+
+def test_the_sanity_check_finds_wrong_settings_before_the_training():
+    class Never(Classifier):
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("training has begun")
+
+    triples = loader((*VAL, VAL[1]))
+    with pytest.raises(EncodingError, match="Pass forward="):
+        fit(monitored(), module=Never(), val=triples, num_sanity_val_steps=1)
+
+
+def test_a_fast_dev_run_fits_on_one_batch(monkeypatch):
+    monitor = OODMonitor({"knn": KNN(None, k=2)}, ood={"svhn": loader(OOD)})
+    fit(monitor, fast_dev_run=True)
+    assert monitor.detectors["knn"].knn.n_samples_fit_ == 16
+    assert values(monitor)["knn", "svhn"] > 0.5
+
+
+def test_limited_validation_scores_what_was_validated():
+    monitor = monitored()
+    _, module = fit(monitor, limit_val_batches=1)
+    spread = [i * len(OOD[1]) // 16 for i in range(16)]
+    expected = auroc_of(module, val=first(VAL, 16), ood=(OOD[0][spread], OOD[1][spread]))
+    assert values(monitor)["rmd", "svhn"] == pytest.approx(expected, abs=1e-12)
+    monitor = monitored(limit_ood_batches=1.0)
+    _, module = fit(monitor, limit_val_batches=1)
+    assert values(monitor)["rmd", "svhn"] == pytest.approx(auroc_of(module, val=first(VAL, 16)), abs=1e-12)
+
+
+def test_limited_training_limits_the_fit_unless_told_otherwise():
+    for options, count in (({}, 32), ({"limit_fit_batches": 1.0}, 90)):
+        monitor = OODMonitor({"knn": KNN(None, k=2)}, ood={"svhn": loader(OOD)}, **options)
+        fit(monitor, limit_train_batches=2)
+        assert monitor.detectors["knn"].knn.n_samples_fit_ == count
+
+
+def test_several_validation_dataloaders_are_all_id_unless_they_are_named():
+    half = len(VAL[1]) // 2
+    split = [loader(first(VAL, half)), loader(OTHER), loader((VAL[0][half:], VAL[1][half:]))]
+    monitor = monitored(ood_dataloaders={1: "noise"})
+    _, module = fit(monitor, val=split)
+    assert values(monitor)["rmd", "svhn"] == pytest.approx(auroc_of(module), abs=1e-12)
+    assert values(monitor)["rmd", "noise"] == pytest.approx(auroc_of(module, ood=OTHER), abs=1e-12)
+
+
+def test_gradient_accumulation_and_half_precision():
+    monitor = monitored()
+    _, module = fit(monitor, accumulate_grad_batches=3, max_epochs=2)
+    assert values(monitor, epoch=1)["rmd", "svhn"] == pytest.approx(auroc_of(module), abs=1e-12)
+    monitor = monitored()
+    _, module = fit(monitor, precision="bf16-mixed")
+    module.eval()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        z, inlier, outlier = (module.model.features(data[0]).float() for data in (TRAIN, VAL, OOD))
+    expected = oracle.auroc(oracle.rmd(z, TRAIN[1], inlier), oracle.rmd(z, TRAIN[1], outlier))
+    assert values(monitor)["rmd", "svhn"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_validation_decides_when_the_detectors_are_fitted():
+    monitor = monitored()
+    fit(monitor, check_val_every_n_epoch=2, max_epochs=4)
+    assert epochs(monitor) == [1, 3]
+    monitor = monitored()
+    fit(monitor, val_check_interval=0.5, max_epochs=2)
+    assert epochs(monitor) == [0, 0, 1, 1]
+    steps = [row["step"] for row in monitor.history if (row["ood"], row["metric"]) == ("svhn", "AUROC")]
+    assert steps == [3, 6, 9, 12]
+
+
+def test_a_stream_covers_the_epoch_so_far_or_what_came_since_the_last_validation():
+    counts = []
+
+    class Counting(KNN):
+        def fit_features(self, z, labels):
+            counts.append(len(z))
+            return super().fit_features(z, labels)
+
+    def run(**kwargs):
+        counts.clear()
+        monitor = OODMonitor({"knn": Counting(None, k=2)}, "model.fc", {"svhn": loader(OOD)}, refit="stream")
+        fit(monitor, max_epochs=2, **kwargs)
+        return list(counts)
+
+    assert run() == [90, 90]
+    assert run(val_check_interval=0.5) == [48, 90, 48, 90]
+    # validation does not follow the epochs of 90 = 5 * 16 + 10 samples
+    assert run(val_check_interval=4, check_val_every_n_epoch=None) == [64, 16 + 10 + 32, 32 + 16 + 10]
+
+
+@pytest.mark.parametrize("refit", ["pass", "stream"])
+def test_without_validation_the_detectors_are_fitted_and_saved_and_one_warning_says_so(tmp_path, refit):
+    monitor = monitored(refit=refit, every_n_epochs=2)
+    with pytest.warns(OODMonitorWarning, match="no validation: the detectors are fitted and saved, but not") as caught:
+        _, module = fit(monitor, ModelCheckpoint(tmp_path, save_last=True), max_epochs=4, limit_val_batches=0)
+    assert len(told(caught)) == 1
+    assert [(row["epoch"], row["metric"]) for row in monitor.history] == [(1, "fit_seconds"), (3, "fit_seconds")]
+    assert OODMonitor.load_detectors(tmp_path / "last.ckpt")["rmd"].fitted
+    if refit == "pass":
+        z = features_of(module, OOD[0])
+        expected = RMD().fit_features(features_of(module, TRAIN[0]), TRAIN[1]).predict_features(z)
+        torch.testing.assert_close(monitor.detectors["rmd"].predict_features(z), expected)
+
+
+def test_no_validation_is_not_confused_with_validation_that_is_still_to_come():
+    monitor = monitored()
+    fit(monitor, check_val_every_n_epoch=2, max_epochs=2)  # no sanity check: the loaders are not there in epoch 0
+    assert {row["epoch"] for row in monitor.history} == {1}
+
+
+def test_barebones_training_logs_nothing_but_keeps_the_history():
+    monitor = monitored()
+    trainer, _ = fit(monitor, barebones=True, enable_checkpointing=None, logger=None, num_sanity_val_steps=None)
+    assert epochs(monitor) == [0]
+    assert not trainer.callback_metrics
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+class Broken(Classifier):
+    """Gives NaN features to one part of the data in one epoch."""
+
+    def __init__(self, epoch=1, where="fit"):
+        super().__init__()
+        self.bad_epoch, self.where = epoch, where
+
+    def forward(self, x):
+        hit = self.trainer.validating and self.trainer.current_epoch == self.bad_epoch
+        part = {len(TRAIN[1]) % 16: "fit", len(OOD[1]) % 16: "ood", len(VAL[1]) % 16: "val"}.get(len(x))
+        return self.model(x * torch.nan if hit and part == self.where else x)
+
+
+def test_features_that_are_nan_for_an_epoch_cost_that_epochs_metrics_and_one_warning():
+    assert len({len(TRAIN[1]) % 16, len(OOD[1]) % 16, len(VAL[1]) % 16}) == 3
+    monitor = OODMonitor(
+        {"rmd": RMD(), "md": Mahalanobis(), "knn": KNN(None, k=2), "msp": MaxSoftmax(None)},
+        head="model.fc",
+        ood={"svhn": loader(OOD)},
+    )
+    alone = Classifier()
+    fit(None, module=alone, max_epochs=3)
+    with pytest.warns(OODMonitorWarning) as caught:
+        trainer, module = fit(monitor, module=Broken(), max_epochs=3)
+    assert trainer.current_epoch == 3
+    messages = told(caught)
+    assert len(messages) == 2  # one for each reason
+    assert "rmd, md could not be fitted in epoch 1" in messages[0]
+    assert "NaN" in messages[0]
+    assert "knn could not be fitted in epoch 1" in messages[1]
+    for epoch in range(3):
+        for (detector, _), value in values(monitor, epoch=epoch).items():
+            assert (value != value) == (epoch == 1 and detector != "msp")
+    for a, b in zip(alone.parameters(), module.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("where", "sets"), [("ood", {"svhn", "mean"}), ("val", {"svhn", "noise", "mean"})])
+def test_scores_that_are_nan_hit_only_the_sets_that_need_them(where, sets):
+    monitor = monitored(ood={"svhn": loader(OOD), "noise": loader(OTHER)})
+    with pytest.warns(OODMonitorWarning, match="'rmd' has no result on '.*': scores contain") as caught:
+        fit(monitor, module=Broken(where=where), max_epochs=2)
+    assert len(told(caught)) == len(sets - {"mean"})
+    assert {ood for (_, ood), value in values(monitor, epoch=1).items() if value != value} == sets
+
+
+def test_a_checkpoint_of_a_failed_epoch_says_so(tmp_path):
+    monitor = monitored()
+    with pytest.warns(OODMonitorWarning):
+        fit(monitor, ModelCheckpoint(tmp_path, save_last=True), module=Broken(epoch=0))
+    assert OODMonitor.load_detectors(tmp_path / "last.ckpt") == {}
+    state = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"][monitor.state_key]
+    assert "could not be fitted in epoch 0" in state["unfit"]["rmd"]
+
+
+def test_on_request_a_failure_ends_the_training():
+    with pytest.raises(RuntimeError, match=r"rmd could not be fitted in epoch 1\. ValueError: .*NaN"):
+        fit(monitored(on_error="raise"), module=Broken(), max_epochs=3)
+
+
+class Unreadable(Dataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        raise OSError("disk is gone")
+
+
+def test_data_that_cannot_be_read_cost_only_what_needs_them():
+    unreadable = torch.utils.data.DataLoader(Unreadable(), 5)
+    monitor = monitored(ood={"svhn": loader(OOD), "lost": unreadable})
+    with pytest.warns(OODMonitorWarning, match="the OOD set 'lost' failed: OSError: disk is gone") as caught:
+        fit(monitor)
+    assert len(told(caught)) == 1
+    found = values(monitor)
+    assert found["rmd", "svhn"] > 0.5
+    assert all(found["rmd", name] != found["rmd", name] for name in ("lost", "mean"))
+    monitor = OODMonitor({"rmd": RMD(), "msp": MaxSoftmax(None)}, ood={"svhn": loader(OOD)}, fit_loader=unreadable)
+    with pytest.warns(OODMonitorWarning, match="rmd could not be fitted in epoch 0. OSError: disk is gone"):
+        fit(monitor)
+    assert values(monitor)["msp", "svhn"] > 0.5
+
+
+def test_a_detector_that_cannot_score_is_nan():
+    class Fails(MaxSoftmax):
+        def predict_logits(self, logits):
+            raise ArithmeticError("no")
+
+    monitor = OODMonitor({"rmd": RMD(), "fails": Fails(None)}, ood={"svhn": loader(OOD)})
+    with pytest.warns(OODMonitorWarning, match="'fails' failed to score: ArithmeticError: no"):
+        fit(monitor)
+    found = values(monitor)
+    assert found["rmd", "svhn"] > 0.5
+    assert found["fails", "svhn"] != found["fails", "svhn"]
+
+
+def test_an_empty_set_is_nan():
+    monitor = monitored(ood={"svhn": loader(OOD), "empty": []})
+    with pytest.warns(OODMonitorWarning, match="no result on 'empty': there are 37 ID samples and 0 of it"):
+        fit(monitor)
+    assert values(monitor)["rmd", "svhn"] > 0.5
+
+
+def test_a_checkpoint_that_monitors_a_failed_metric_is_written_all_the_same(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, monitor="ood/rmd/svhn/AUROC", mode="max")
+    with pytest.warns(OODMonitorWarning):
+        fit(monitored(), checkpoint, module=Broken(epoch=0), max_epochs=2)
+    assert checkpoint.best_model_path.endswith("epoch=1-step=12.ckpt")
+
+
+class EndsEarly(RMD):
+    """Takes Ctrl-C as a wish to end its training, as flows do."""
+
+    def fit_moments(self, moments):
+        self.interrupted = True
+        return super().fit_moments(moments)
+
+
+def test_ctrl_c_in_a_fit_that_takes_it_as_its_own_stops_the_training_too():
+    monitor = OODMonitor({"ends": EndsEarly()}, head="model.fc", ood={"svhn": loader(OOD)})
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            fit(monitor, max_epochs=3)
+    finally:
+        signal.signal(signal.SIGINT, before)  # Lightning ignores it from here on
+    assert monitor.history == []
