@@ -37,7 +37,7 @@ def composed(command, *overrides):
         cfg = compose(command, overrides=list(overrides), return_hydra_config=True)
     if "names" in cfg:
         with open_dict(cfg):  # outside a job Hydra does not answer questions about its choices
-            cfg.names = {**cfg.names, **{name: cfg.hydra.runtime.choices[name] for name in ("benchmark", "backbone")}}
+            cfg.names.update({name: cfg.hydra.runtime.choices[name] for name in ("benchmark", "backbone")})
     return cfg
 
 

@@ -82,7 +82,8 @@ def options(command: str) -> str:
     """The options of a command as they stand in its YAML, with the comments, which Hydra's own help drops."""
     text = _root().joinpath(f"{command}.yaml").read_text(encoding="utf-8")
     after_defaults = re.split(r"^defaults:\n(?:  .*\n)+", text, maxsplit=1, flags=re.MULTILINE)[-1]
-    return re.sub(r"^names:.*\Z", "", after_defaults, flags=re.MULTILINE | re.DOTALL).strip()
+    shown = re.sub(r"^names:.*\Z", "", after_defaults, flags=re.MULTILINE | re.DOTALL).strip()
+    return shown.replace("$", "$$")  # Hydra fills in $CONFIG afterwards, and takes any other dollar for a mistake
 
 
 def watched_by_default(detectors: Container[str]) -> list[str]:
@@ -145,7 +146,7 @@ def compose_train(overrides: Sequence[str]) -> DictConfig:
 
     cfg = compose("train", overrides=list(overrides), return_hydra_config=True)
     with open_dict(cfg):  # outside of its own job Hydra does not answer questions about its choices
-        cfg.names = {**cfg.names, **{name: cfg.hydra.runtime.choices[name] for name in ("benchmark", "backbone")}}
+        cfg.names.update({name: cfg.hydra.runtime.choices[name] for name in ("benchmark", "backbone")})
         del cfg.hydra
     return cfg
 
