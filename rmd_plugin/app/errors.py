@@ -39,8 +39,9 @@ def hydra_errors(command: str) -> Iterator[None]:
     os.environ[_FULL] = "1"  # Hydra would print its own five lines and end the program
     try:
         yield
-    except (HydraException, OmegaConfBaseException) as error:
-        if _asked == "1":
+    except (HydraException, OmegaConfBaseException, RuntimeError) as error:
+        # a plugin of Hydra's that is not installed is a RuntimeError; others are faults of the program
+        if _asked == "1" or (type(error) is RuntimeError and "plugin" not in str(error)):
             raise
         print(f"{command}: {explain(error)}", file=sys.stderr)
         sys.exit(1)
@@ -90,16 +91,18 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         choices = list(error.options or _choices(group))
+        if not choices and "/" in group:  # experiment=folder/name with a wrong folder
+            group, _, above = group.partition("/")
+            choice, choices = f"{above}/{choice}", list(_choices(group))
         return f"there is no {group or 'config'}={choice}.{closest(choice, choices)} There are: {', '.join(choices)}."
     causes = [item for item in (error, error.__cause__) if isinstance(item, OmegaConfBaseException)]
     for cause in causes:
         if isinstance(cause, (AttributeError, KeyError)) and OmegaConf.is_dict(cause.parent_node):
-            name, choices = str(cause.full_key), [str(key) for key in cause.parent_node]  # type: ignore[union-attr]
+            name, keys = str(cause.full_key), [str(key) for key in cause.parent_node]  # type: ignore[union-attr]
             where, _, key = name.rpartition(".")
-            hint = closest(key, choices, prefix=f"{where}." if where else "")
-            return (
-                f"there is no option {name}.{hint} There are: {', '.join(choices)}. A new one is added by +{name}=..."
-            )
+            keys = [item for item in keys if not item.startswith("_") and item != "hydra"]
+            hint = closest(key, keys, prefix=f"{where}." if where else "") or f" There are: {', '.join(keys)}."
+            return f"there is no option {name}.{hint} To add a new one: +{name}=VALUE."
     text = " ".join(str(error).split()) or type(error).__name__
     if missing := re.search(r"hydra_plugins\.hydra_(joblib|submitit|ray|optuna)\w*", text):
         extra = {"ray": "ray", "optuna": "optuna"}.get(missing[1], "sweep")

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from rmd_plugin.app.commands import train as main
 from rmd_plugin.app.configs import job_folder, watched_by_default
+from rmd_plugin.app.errors import explain
 from rmd_plugin.backbones.small import MLP
 from rmd_plugin.report.run_folder import RunFolder
 
@@ -119,6 +120,17 @@ def test_an_unknown_choice_lists_those_there_are(train):
     code, _, printed = train("experiment=tabel1/cifar100", check=False)
     assert code == 1
     assert "Did you mean table1/cifar100?" in printed
+
+
+def test_a_launcher_that_is_not_installed_names_its_extra():
+    def sentence(name):
+        return explain(RuntimeError(f"Unknown plugin class : 'hydra_plugins.hydra_{name}_launcher.x.Launcher'"))
+
+    assert (
+        sentence("joblib") == 'joblib is not installed: pip install "rmd-plugin[sweep]" (in a checkout: -e ".[sweep]").'
+    )
+    assert "[sweep]" in sentence("submitit")
+    assert "[ray]" in sentence("ray")
 
 
 # -- monitor ------------------------------------------------------------------------------------------------------
