@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin import RMD, FlowLikelihood, Mahalanobis, NumericalWarning, RelativeFlow, load_detector
-from rmd_plugin.detectors.flows import fitting as flow_training
+from rmd_plugin.detectors.flows import optimizer
 from rmd_plugin.detectors.flows.fitting import MIN_SAMPLES
 
 DETECTORS = [FlowLikelihood, RelativeFlow]
@@ -446,7 +446,7 @@ def test_divergence_goes_back_to_the_gaussian_with_a_warning(detector, blobs):
 @pytest.mark.parametrize("when", [1, 9])
 def test_an_interrupt_leaves_a_detector_that_scores(when, blobs, monkeypatch):
     z, y, x = blobs
-    adamw, calls = flow_training.adamw, 0
+    adamw, calls = optimizer.adamw, 0
 
     def interrupted(*args, **kwargs):
         nonlocal calls
@@ -455,7 +455,7 @@ def test_an_interrupt_leaves_a_detector_that_scores(when, blobs, monkeypatch):
             raise KeyboardInterrupt
         return adamw(*args, **kwargs)
 
-    monkeypatch.setattr(flow_training, "adamw", interrupted)
+    monkeypatch.setattr(optimizer, "adamw", interrupted)
     with pytest.warns(UserWarning, match="interrupted"):
         detector = RelativeFlow(**(QUICK | {"max_epochs": 50})).fit_features(z, y)
     assert detector.interrupted

@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from rmd_plugin.detectors.flows import fitting as flow_training
+from rmd_plugin.detectors.flows import optimizer
 from rmd_plugin.detectors.flows.fitting import (
     MIN_SAMPLES,
     TrainingOptions,
@@ -456,8 +457,8 @@ def test_an_interrupt_keeps_the_best_so_far(monkeypatch):
             raise KeyboardInterrupt
         return adamw(*args, **kwargs)
 
-    adamw = flow_training.adamw
-    monkeypatch.setattr(flow_training, "adamw", interrupted)
+    adamw = optimizer.adamw
+    monkeypatch.setattr(optimizer, "adamw", interrupted)
     fit = train_flows(spec, x, y, 5, options)
     assert fit.interrupted
     assert bool((fit.loss[[0, 2, 3]] < fit.start_loss[[0, 2, 3]]).any())

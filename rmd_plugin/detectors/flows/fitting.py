@@ -6,15 +6,15 @@ result is that of training them one by one. A flow that has stopped leaves the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim.adamw import adamw
 from tqdm.auto import tqdm
 
+from rmd_plugin.detectors.flows.optimizer import StackedAdamW
 from rmd_plugin.detectors.flows.spec import FlowSpec, Parameters, stacked_log_prob
 
 #: a flow with fewer samples is not trained: half a dozen points say nothing about a shape
@@ -23,8 +23,6 @@ MIN_SAMPLES = 8
 _STACK_NUMBERS = 2**28
 #: numbers at the widest place of a pass without gradients
 _EVALUATION_NUMBERS = 2**22
-_BETAS = (0.9, 0.999)
-_EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
@@ -200,8 +198,8 @@ class _Trainer:
         rows = flows.argsort(stable=True).split(torch.bincount(flows, minlength=count).tolist())
         start = self.spec.stack(1, self.options.seed)
         params = {name: value.to(self.samples).repeat_interleave(count, 0) for name, value in start.items()}
-        unknown = torch.full((count,), torch.nan)
-        fit = FlowFit(params, torch.zeros(count, dtype=torch.long), unknown, unknown.clone())
+        nan = torch.full((count,), torch.nan)
+        fit = FlowFit(params, torch.zeros(count, dtype=torch.long), start_loss=nan, loss=nan.clone())
         fit.skipped = [flow for flow in range(count) if len(rows[flow]) < MIN_SAMPLES]
         trained = [flow for flow in range(count) if len(rows[flow]) >= MIN_SAMPLES]
         if not trained or not self.options.max_epochs:
@@ -255,7 +253,7 @@ class _Stack:
         self.training, self.validation = ([part[i] for part in parts] for i in (0, 1))
         self.flows = torch.tensor(flows)
         self.params = {name: value[flows].clone() for name, value in fit.params.items()}
-        self.optimizer = _StackedAdamW(self.params, options)
+        self.optimizer = StackedAdamW(self.params, lr=options.lr, weight_decay=options.weight_decay)
         self.stale = torch.zeros(len(flows), dtype=torch.long)
         self.best = self.evaluate()
         fit.start_loss[self.flows] = fit.loss[self.flows] = self.best
@@ -314,8 +312,8 @@ class _Stack:
         total = torch.zeros(len(sizes), dtype=torch.float64)
         for start in range(0, rows.shape[1], width):
             part = rows[:, start : start + width]
-            known = torch.arange(start, start + part.shape[1]) < sizes[:, None]
-            total += torch.where(known, self.trainer.loss(self.params, part).cpu(), 0.0).sum(1)
+            real = torch.arange(start, start + part.shape[1]) < sizes[:, None]  # the others are padding
+            total += torch.where(real, self.trainer.loss(self.params, part).cpu(), 0.0).sum(1)
         return (total / sizes).float()
 
     def _commit(self, better: Tensor, loss: Tensor, epoch: int) -> None:
@@ -346,63 +344,6 @@ class _Stack:
             [values[i] for i in kept] for values in (self.generators, self.training, self.validation)
         )
         self.params = self.optimizer.keep(rows)
-
-
-class _StackedAdamW:
-    """AdamW over stacked parameters, equal to one AdamW per flow.
-
-    Flows with the same number of batches per epoch have taken the same number of steps, and lie next to each other:
-    each such run is one call of torch's AdamW on views of the stack.
-    """
-
-    def __init__(self, params: Parameters, options: TrainingOptions) -> None:
-        self.params, self.options = params, options
-        self.means = {name: torch.zeros_like(value) for name, value in params.items()}
-        self.squares = {name: torch.zeros_like(value) for name, value in params.items()}
-        self.taken = [0] * len(next(iter(params.values())))
-
-    def step(self, gradients: Parameters) -> None:
-        """Move the first flows of the stack, as many as there are gradients."""
-        active = len(next(iter(gradients.values())))
-        start = 0
-        while start < active:
-            stop = start + 1
-            while stop < active and self.taken[stop] == self.taken[start]:
-                stop += 1
-            run = slice(start, stop)
-            self._update(gradients, run, lambda value: value.ndim > 2, self.options.weight_decay)
-            self._update(gradients, run, lambda value: value.ndim == 2, 0.0)
-            self.taken[run] = [self.taken[start] + 1] * (stop - start)
-            start = stop
-
-    def _update(self, gradients: Parameters, run: slice, chosen: Callable[[Tensor], bool], decay: float) -> None:
-        names = [name for name, value in self.params.items() if chosen(value)]
-        device = gradients[names[0]].device
-        adamw(
-            [self.params[name][run] for name in names],
-            [gradients[name][run] for name in names],
-            [self.means[name][run] for name in names],
-            [self.squares[name][run] for name in names],
-            [],
-            # one tensor per parameter: torch counts each of them up itself
-            list(torch.full((len(names),), float(self.taken[run.start]), device=device).unbind()),
-            fused=device.type in ("cpu", "cuda"),
-            amsgrad=False,
-            beta1=_BETAS[0],
-            beta2=_BETAS[1],
-            lr=self.options.lr,
-            weight_decay=decay,
-            eps=_EPSILON,
-            maximize=False,
-        )
-
-    def keep(self, rows: Tensor) -> Parameters:
-        """Drop all flows but ``rows``; the new stacked parameters."""
-        self.taken = [self.taken[i] for i in rows.tolist()]
-        for values in (self.params, self.means, self.squares):
-            for name, value in values.items():
-                values[name] = value[rows.to(value.device)]
-        return self.params
 
 
 def _mean(losses: Tensor) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from nflows.distributions import StandardNormal
@@ -26,6 +26,7 @@ from nflows.transforms import (
 from nflows.transforms.made import MADE
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Self
 
 Kind = Literal["maf", "rqs"]
 Parameters = dict[str, Tensor]
@@ -44,7 +45,7 @@ def _inverse_softplus(value: float) -> float:
 
 @dataclass(frozen=True)
 class FlowSpec:
-    """The shape of a flow: what has to be known to read its parameters.
+    """The shape of a flow: what it takes to read its parameters.
 
     Args:
         features: number of features D.
@@ -77,6 +78,14 @@ class FlowSpec:
             raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}.")
         if not self.tail_bound > 0:
             raise ValueError(f"tail_bound must be positive, got {self.tail_bound!r}.")
+
+    @classmethod
+    def of(cls, params: Parameters, **options: Any) -> Self:
+        """Shape of stacked parameters; what their sizes do not tell (blocks, transforms, splines) is given."""
+        net = "_transform._transforms.0.autoregressive_net."
+        hidden, features = params[f"{net}initial_layer.weight"].shape[1:]
+        context = params.get(f"{net}context_layer.weight")
+        return cls(features, hidden, contexts=0 if context is None else context.shape[2], **options)
 
     @property
     def outputs(self) -> int:
