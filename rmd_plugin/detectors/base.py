@@ -108,18 +108,7 @@ class StatefulDetector(FeaturesDetector):
     # -- scoring --------------------------------------------------------------------------------------------------
 
     def predict(self, x: Tensor) -> Tensor:
-        """OOD scores of inputs, which pass through the encoder as it is (its mode is not changed).
-
-        Args:
-            x: batch of inputs.
-
-        Returns:
-            Scores of shape (B,); higher means more likely out-of-distribution.
-
-        Raises:
-            RequiresFittingException: if the detector was not fitted.
-            ModelNotSetException: if it has no encoder.
-        """
+        """OOD scores of shape (B,) of a batch of inputs, which pass through the encoder in the mode that it has."""
         self._require_fit()
         if self.encoder is None:
             raise ModelNotSetException("predict(x) needs an encoder. Pass one, or use predict_features(z).")
@@ -164,14 +153,7 @@ class StatefulDetector(FeaturesDetector):
         return self._map_chunks(z, score)
 
     def nearest_class(self, z: Tensor) -> Tensor:
-        """Label of the class with the smallest score.
-
-        Args:
-            z: features of shape (B, D) or (B, C, H, W).
-
-        Returns:
-            Labels of shape (B,).
-        """
+        """Label of the class with the smallest score, shape (B,), of features of shape (B, D) or (B, C, H, W)."""
 
         def nearest(module: nn.Module, rows: Tensor) -> Tensor:
             scores: Tensor = module.class_scores(rows)  # type: ignore[operator]
@@ -242,7 +224,7 @@ class StatefulDetector(FeaturesDetector):
         """Options and their defaults: the keyword-only arguments, without the device, which is no part of a fit."""
         found: dict[str, Any] = {}
         for owner in cls.__mro__:
-            parameters = inspect.signature(owner.__init__).parameters.values()
+            parameters = inspect.signature(owner).parameters.values()
             found |= {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in found}
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):  # else the rest goes to the next class
                 break

@@ -96,9 +96,6 @@ class GaussianDetector(StatefulDetector):
             data_loader: yields pairs (x, y). Samples with y < 0 are skipped.
             progress: show a progress bar.
 
-        Returns:
-            The detector itself.
-
         Raises:
             ModelNotSetException: if the detector has no encoder.
             ValueError: if there is no in-distribution sample, or features are NaN or infinite.
@@ -111,9 +108,6 @@ class GaussianDetector(StatefulDetector):
         Args:
             z: features of shape (N, D), or maps of shape (N, C, H, W), which are averaged over space.
             y: integer class labels of shape (N,). Samples with y < 0 are skipped.
-
-        Returns:
-            The detector itself.
         """
         return self._fit_batches([(z, y)])
 
@@ -128,9 +122,6 @@ class GaussianDetector(StatefulDetector):
 
         Args:
             moments: result of ``ClassMoments.compute()``, collected as :meth:`new_moments` does.
-
-        Returns:
-            The detector itself.
 
         Raises:
             ValueError: if the moments were collected with other options than the detector's.

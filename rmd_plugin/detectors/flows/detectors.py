@@ -135,9 +135,6 @@ class FlowDetector(StatefulDetector):
             data_loader: yields pairs (x, y). Samples with y < 0 are skipped.
             progress: show progress bars; None for the detector's own option.
 
-        Returns:
-            The detector itself.
-
         Raises:
             ModelNotSetException: if the detector has no encoder.
             ValueError: if there is no in-distribution sample, or features are NaN or infinite.
@@ -154,9 +151,6 @@ class FlowDetector(StatefulDetector):
         Args:
             z: features of shape (N, D), or maps of shape (N, C, H, W), which are averaged over space.
             y: integer class labels of shape (N,). Samples with y < 0 are skipped.
-
-        Returns:
-            The detector itself.
 
         Raises:
             TypeError: if features or labels have the wrong dtype.
@@ -329,17 +323,9 @@ class FlowDetector(StatefulDetector):
         )
 
     def _training_options(self, *, progress: bool) -> TrainingOptions:
-        return TrainingOptions(
-            max_epochs=self.max_epochs,
-            batch_size=self.batch_size,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            validation_fraction=self.validation_fraction,
-            patience=self.patience,
-            seed=self.seed,
-            chunk=self.class_chunk,
-            progress=progress,
-        )
+        names = ("max_epochs", "batch_size", "lr", "weight_decay", "validation_fraction", "patience", "seed")
+        options = {name: getattr(self, name) for name in names}
+        return TrainingOptions(**options, chunk=self.class_chunk, progress=progress)
 
     @staticmethod
     def _for_all(options: TrainingOptions, samples: int) -> TrainingOptions:

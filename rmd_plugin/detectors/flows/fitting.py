@@ -27,21 +27,14 @@ _EVALUATION_NUMBERS = 2**22
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How flows are trained.
+    """How flows are trained; see ``FlowDetector`` for what is not said here.
 
     Args:
-        max_epochs: passes over the training part; 0 leaves every flow at its start.
         batch_size: samples of one flow in one step, at most. The batches of an epoch have equal sizes (within one).
-        lr: learning rate of AdamW.
-        weight_decay: of AdamW, on weights, not on biases.
-        validation_fraction: part of each flow's samples that is held out to find its best epoch. With 0 the loss on
-            the training part takes its place, and nothing stops a flow before ``max_epochs``.
-        patience: epochs without a better validation loss after which a flow stops.
         warm_up: steps before which no flow is stopped. A flow's last layer is zero at the start, where the loss is
             flat: small classes, with few steps per epoch, would be stopped before they have left it.
         seed: of the start and of the batches. Flow s has the same ones, whatever other flows there are.
         chunk: flows that are trained together, None to derive it from the memory they need.
-        progress: show a progress bar.
     """
 
     max_epochs: int = 100
@@ -56,14 +49,8 @@ class TrainingOptions:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        for name, lowest in (
-            ("max_epochs", 0),
-            ("batch_size", 1),
-            ("patience", 1),
-            ("warm_up", 0),
-            ("seed", 0),
-            ("chunk", 1),
-        ):
+        lowest_values = {"max_epochs": 0, "batch_size": 1, "patience": 1, "warm_up": 0, "seed": 0, "chunk": 1}
+        for name, lowest in lowest_values.items():
             value = getattr(self, name)
             if name == "chunk" and value is None:
                 continue
@@ -109,15 +96,12 @@ def flow_generator(seed: int, flow: int) -> torch.Generator:
 
 
 def split_rows(rows: Tensor, fraction: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Training and validation part of a flow's samples.
+    """Training and validation part of a flow's samples; both are the whole for fraction 0.
 
     Args:
         rows: indices of the samples, shape (n,).
         fraction: share of the validation part; at least two samples where it is not 0.
         generator: source of the random choice.
-
-    Returns:
-        Indices of the training part and of the validation part. Both are the whole for fraction 0.
     """
     if fraction == 0:
         return rows, rows
@@ -208,19 +192,12 @@ class _Trainer:
         trained.sort(key=lambda flow: -len(rows[flow]))
         chunk = self.options.chunk or self._chunk()
         parts = [trained[i : i + chunk] for i in range(0, len(trained), chunk)]
-        bar = tqdm(
-            total=len(parts) * self.options.max_epochs,
-            desc=title,
-            unit="epoch",
-            disable=not self.options.progress,
-            leave=False,
-        )
-        with bar:
+        epochs, hidden = self.options.max_epochs, not self.options.progress
+        with tqdm(total=len(parts) * epochs, desc=title, unit="epoch", disable=hidden, leave=False) as bar:
             try:
                 for number, part in enumerate(parts):
-                    stack = _Stack(self, fit, part, [rows[flow] for flow in part])
-                    stack.train(bar)
-                    bar.update((number + 1) * self.options.max_epochs - bar.n)
+                    _Stack(self, fit, part, [rows[flow] for flow in part]).train(bar)
+                    bar.update((number + 1) * epochs - bar.n)
             except KeyboardInterrupt:
                 fit.interrupted = True
         return fit

@@ -235,7 +235,8 @@ class _FoldedNetwork(nn.Module):
         for block in range(self.num_blocks):
             inner = self._linear(f"block_{block}_0", F.relu(hidden), part)
             hidden = hidden + self._linear(f"block_{block}_1", F.relu(inner), part)
-        return self._linear("final", hidden, part).unflatten(1, (self.outputs, -1)).movedim(1, 0)
+        outputs: Tensor = self._linear("final", hidden, part).unflatten(1, (self.outputs, -1))
+        return outputs.movedim(1, 0)
 
 
 def _context(own: Parameters, name: str) -> Tensor:

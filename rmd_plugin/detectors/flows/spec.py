@@ -99,10 +99,7 @@ class FlowSpec:
     def build(self, seed: int = 0) -> Flow:
         """A plain nflows flow of this shape that starts as the identity: its density is the standard normal.
 
-        The global random state is left as it was.
-
-        Args:
-            seed: of the hidden layers' random start.
+        The seed is that of the hidden layers' random start; the global random state is left as it was.
         """
         with torch.random.fork_rng(devices=[]):
             # not torch.manual_seed, which would also seed the accelerators
