@@ -105,6 +105,23 @@ class StatefulDetector(FeaturesDetector):
             message = f"{len(missing)} of {len(counts)} classes have no sample and are never nearest: {names}."
             warn_numerical(message, kind=f"some of {len(counts)} classes have no sample")
 
+    def fit_features(self, z: Tensor, y: Tensor) -> Self:
+        """Fit on features; works inside ``no_grad`` and ``inference_mode``.
+
+        Args:
+            z: features of shape (N, D), or maps of shape (N, C, H, W), which are averaged over space.
+            y: integer class labels of shape (N,). Samples with y < 0 are skipped.
+
+        Raises:
+            TypeError: if features or labels have the wrong dtype.
+            ValueError: if shapes do not fit, features are NaN or infinite, or none varies within the classes.
+        """
+        return self._fit_batches([(z, y)])
+
+    @abstractmethod
+    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
+        """Fit on batches of features and labels."""
+
     # -- scoring --------------------------------------------------------------------------------------------------
 
     def predict(self, x: Tensor) -> Tensor:
@@ -337,7 +354,7 @@ def load_detector(state: dict[str, Any] | str | PathLike[str], encoder: Encoder 
 
 
 def _read_options(state: object, expected: str | None = None) -> dict[str, Any]:
-    """Options in the state of a detector, which must be one of ``expected``."""
+    """Options in the state of a detector, which is checked first."""
     if not isinstance(state, dict) or "detector" not in state or "tensors" not in state:
         raise ValueError(
             "this is not the state of a detector of rmd_plugin. Expected what state_dict() or save() gave."

@@ -102,15 +102,6 @@ class GaussianDetector(StatefulDetector):
         """
         return self._fit_batches(self._encoded_batches(data_loader, progress=progress))
 
-    def fit_features(self, z: Tensor, y: Tensor) -> Self:
-        """Fit on features.
-
-        Args:
-            z: features of shape (N, D), or maps of shape (N, C, H, W), which are averaged over space.
-            y: integer class labels of shape (N,). Samples with y < 0 are skipped.
-        """
-        return self._fit_batches([(z, y)])
-
     def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
         metric = self.new_moments(sync_on_compute=False)
         for z, y in batches:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ every_shape = pytest.mark.parametrize("spec", SHAPES.values(), ids=SHAPES)
 
 
 def conditional(spec, classes):
-    return FlowSpec(**{**spec.state(), "contexts": classes})
+    return replace(spec, contexts=classes)
 
 
 def bent(spec, count, scale=0.1):

@@ -39,7 +39,8 @@ _CHUNK_ROWS = 8192
 class FlowDetector(StatefulDetector):
     """Base class of the detectors that are made of flows.
 
-    Features are kept in memory while the flows are trained (in their own dtype, plus one or two float32 copies).
+    Features are kept in memory while the flows are trained (in their own dtype, plus one or two float32 copies). Ctrl-C
+    ends the training with a warning; the detector then scores with the best flows it has had so far.
 
     Args:
         encoder: maps inputs to features of shape (B, D), or to maps (B, C, H, W), which are averaged over space. May be
@@ -141,24 +142,9 @@ class FlowDetector(StatefulDetector):
         """
         shown = self.progress if progress is None else progress
         batches = self._encoded_batches(data_loader, progress=shown)
-        return self._fit(((z.cpu(), y.cpu()) for z, y in batches), progress=shown)
+        return self._fit_batches(((z.cpu(), y.cpu()) for z, y in batches), progress=shown)
 
-    def fit_features(self, z: Tensor, y: Tensor) -> Self:
-        """Fit on features. Works inside ``no_grad`` and ``inference_mode``.
-
-        Ctrl-C ends the training with a warning; the detector then scores with the best flows it has had so far.
-
-        Args:
-            z: features of shape (N, D), or maps of shape (N, C, H, W), which are averaged over space.
-            y: integer class labels of shape (N,). Samples with y < 0 are skipped.
-
-        Raises:
-            TypeError: if features or labels have the wrong dtype.
-            ValueError: if shapes do not fit, features are NaN or infinite, or none varies within the classes.
-        """
-        return self._fit([(z, y)], progress=self.progress)
-
-    def _fit(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool) -> Self:
+    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool | None = None) -> Self:
         self._check_options()
         with torch.inference_mode(False), torch.no_grad():
             metric = ClassMoments(normalize=self.normalize, sync_on_compute=False)
@@ -175,7 +161,7 @@ class FlowDetector(StatefulDetector):
                 warn_numerical(message, kind="ratio of a single class")
             z, y = rows[0] if len(rows) == 1 else torch.cat(rows), torch.cat(labels)
             del rows
-            state = self._fit_state(moments, z, y, progress=progress)
+            state = self._fit_state(moments, z, y, progress=self.progress if progress is None else progress)
             return self._set_fitted(state, moments.num_classes, moments.num_features)
 
     def _fit_state(self, moments: Moments, z: Tensor, y: Tensor, *, progress: bool) -> dict[str, Tensor]:
@@ -239,7 +225,8 @@ class FlowDetector(StatefulDetector):
         if fit.diverged:
             message = "the training ran into NaN or infinity and went back to the best parameters before"
             remedy = f"Try a learning rate below {self.lr:g}."
-            warn_numerical(f"{message}: {names(fit.diverged)}. {remedy}", kind="diverged training")
+            kind = "diverged background flow" if labels is None else "diverged class flows"
+            warn_numerical(f"{message}: {names(fit.diverged)}. {remedy}", kind=kind)
         if fit.interrupted:
             message = "the training was interrupted: every flow has the best parameters it has had so far."
             warnings.warn(message, UserWarning, stacklevel=5)
@@ -310,8 +297,9 @@ class FlowDetector(StatefulDetector):
             the Gaussian start), ``gaussian`` and ``trained`` (mean negative log-density of the held-out samples at the
             start and at that epoch, in nats, lower is better; NaN where nothing was trained).
         """
-        shared, classes = self._fitted_spec("class").contexts > 0, self._require_classes()
-        rows = report_rows(self._state, "class", ["conditional"] if shared else classes.tolist())
+        labels = self._require_classes().tolist()
+        shared = self._fitted_spec("class").contexts > 0
+        rows = report_rows(self._state, "class", ["conditional"] if shared else labels)
         return rows + (report_rows(self._state, "background", ["background"]) if self._relative else [])
 
     # -- options --------------------------------------------------------------------------------------------------

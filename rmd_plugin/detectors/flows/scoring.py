@@ -149,17 +149,12 @@ class FlowBank(nn.Module):
         )
         self.chunk = max(1, _PASS_NUMBERS // (PASS_SAMPLES * spec.features * spec.outputs))
 
-    @property
-    def num_classes(self) -> int:
-        """Number of classes K."""
-        return self.centers.shape[0]
-
     def forward(self, u: Tensor) -> Tensor:
         """Log-density of every class, shape (B, K), at whitened features of shape (B, D)."""
         columns = u.t().contiguous()
         parts = [
             self._log_prob(columns, slice(start, start + self.chunk))
-            for start in range(0, self.num_classes, self.chunk)
+            for start in range(0, len(self.centers), self.chunk)
         ]
         return torch.cat(parts).t()
 

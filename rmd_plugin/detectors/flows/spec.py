@@ -10,7 +10,7 @@ Tensors inside run *features first*, ``(flows, features, samples)``: each produc
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -166,10 +166,6 @@ class FlowSpec:
         flow = self.build()
         flow.load_state_dict({name: value[index] for name, value in params.items()}, strict=False)
         return flow.to(next(iter(params.values())).device)
-
-    def state(self) -> dict[str, int | float | str]:
-        """Plain numbers and strings from which `FlowSpec` can be made again."""
-        return asdict(self)
 
 
 def _spread_degrees(made: MADE, features: int) -> None:
