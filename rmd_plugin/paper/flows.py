@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rmd_plugin.detectors.base import heed_interrupt
+from rmd_plugin.detectors.base import raise_if_interrupted
 from rmd_plugin.detectors.flows.detectors import FlowLikelihood, RelativeFlow
 from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis
 from rmd_plugin.paper.published import TEXT
@@ -39,7 +39,7 @@ def analyse(features: FeatureSet, **options: Any) -> StudyResult:
     }
     for name, detector in detectors.items():
         detector.fit_features(features.train, features.train_labels)
-        heed_interrupt(detector)
+        raise_if_interrupted(detector)
         known, unknown = (detector.predict_features(part) for part in (features.test, features.unknown))
         result.rows.append(features.row(name, area_under_roc(known, unknown)))
         result.arrays[f"{name}/known"], result.arrays[f"{name}/unknown"] = as_array(known), as_array(unknown)
