@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rmd_plugin.backbones.fetch import require
+from rmd_plugin.extras import require
 
 log = logging.getLogger(__name__)
 
@@ -24,20 +24,17 @@ class CheckpointError(ValueError):
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint: a plain state_dict, a Lightning checkpoint, or a safetensors file.
+    """Read the tensors of a checkpoint, name to tensor on the CPU: the one place where backbones open such files.
 
-    Args:
-        path: the file. Anything beyond tensors and plain containers is refused, never executed.
-
-    Returns:
-        Name to tensor, on the CPU.
+    The file is a plain state_dict, a Lightning checkpoint, or a safetensors file. Anything beyond tensors and plain
+    containers is refused, never executed.
 
     Raises:
         CheckpointError: if the file is damaged, holds Python objects, or holds no tensors.
     """
     content: object
     if path.suffix == ".safetensors":
-        safetensors = require("safetensors.torch", extra="vision", needed_by=f"reading {path.name}")
+        safetensors = require("safetensors.torch", "vision", needed_by=f"reading {path.name}")
         try:
             content = safetensors.load_file(str(path))
         except Exception as error:  # its error class lives in the compiled module and has moved between versions
@@ -96,15 +93,7 @@ def match_names(
 
     The network may be stored as a whole backbone (``encoder.*``, ``head.*``) or as the original project names it
     (no ``encoder.``, the classifier under one of ``head_names``), under any prefix (``model.``, ``module.``, ...).
-
-    Args:
-        state: name to tensor, as read from the file.
-        encoder_names: names of the encoder's own state_dict.
-        head_names: what the classifier may be called in the file.
-        rename: translates a foreign encoder name into ours.
-
-    Returns:
-        The translated weights, and what was left over.
+    ``rename`` translates an encoder name of another project into ours.
     """
     expected = set(encoder_names)
     parts = {name.split(".")[0] for name in expected} | {"encoder", "head"}
@@ -133,29 +122,21 @@ def match_names(
         if hits > most:
             prefix, most = candidate, hits
 
-    matched: dict[str, Tensor] = {}
-    unexpected: list[str] = []
-    ignored: list[str] = []
+    matched = Matched({}, prefix, [], [])
     for name, tensor in state.items():
         rest = name[len(prefix) :]
         own = translate(rest) if name.startswith(prefix) else None
         if own is not None:
-            matched[own] = tensor
+            matched.state[own] = tensor
         elif name.startswith(prefix) and rest.split(".")[0] in parts:
-            unexpected.append(name)
+            matched.unexpected.append(name)
         else:
-            ignored.append(name)
-    return Matched(matched, prefix, unexpected, ignored)
+            matched.ignored.append(name)
+    return matched
 
 
 def check_fit(matched: Matched, wanted: Mapping[str, Tensor], *, path: Path, what: str) -> None:
-    """Refuse a checkpoint that does not hold exactly this network.
-
-    Args:
-        matched: the translated checkpoint.
-        wanted: the backbone's own state_dict, with the head only if it is to be loaded.
-        path: the file, for the message.
-        what: the backbone, for the message.
+    """Refuse a checkpoint that does not hold exactly the ``wanted`` weights of the network ``what``.
 
     Raises:
         CheckpointError: with counts and examples of what is missing, left over, or of another shape.

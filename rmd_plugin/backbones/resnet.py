@@ -5,8 +5,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
-from rmd_plugin.backbones.base import Backbone, Checkpoint
+from rmd_plugin.backbones.base import Backbone, SharedOptions
 from rmd_plugin.backbones.transforms import CIFAR_MEAN, CIFAR_STD, image_transforms
 
 
@@ -93,7 +94,7 @@ class ResNet(Backbone):
         image_size: pictures of other sizes are resized to it.
         mean: normalisation of pixels in [0, 1], per channel.
         std: normalisation, per channel.
-        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.
 
     Example:
         >>> import torch
@@ -112,10 +113,7 @@ class ResNet(Backbone):
         image_size: int = 32,
         mean: Sequence[float] = CIFAR_MEAN,
         std: Sequence[float] = CIFAR_STD,
-        num_classes: int | None = None,
-        checkpoint: Checkpoint = None,
-        load_head: bool = True,
-        frozen: bool = False,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         if not blocks or len(blocks) != len(widths) or min(blocks) < 1:
             raise ValueError(
@@ -123,20 +121,18 @@ class ResNet(Backbone):
             )
         if shortcut not in ("conv", "pad"):
             raise ValueError(f"shortcut must be 'conv' or 'pad', got {shortcut!r}.")
+        architecture = {
+            "blocks": list(blocks),
+            "widths": list(widths),
+            "shortcut": shortcut,
+            "in_channels": in_channels,
+        }
         super().__init__(
             _Encoder(blocks, widths, shortcut, in_channels),
             widths[-1],
-            num_classes=num_classes,
-            checkpoint=checkpoint,
-            load_head=load_head,
-            frozen=frozen,
-            architecture={
-                "blocks": list(blocks),
-                "widths": list(widths),
-                "shortcut": shortcut,
-                "in_channels": in_channels,
-            },
+            architecture=architecture,
             **image_transforms(image_size, mean, std),
+            **shared,
         )
 
     def rename_key(self, name: str) -> str:

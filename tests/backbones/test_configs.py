@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class, instantiate
 
-from rmd_plugin.backbones.base import Backbone
+from rmd_plugin.backbones.base import Backbone, SharedOptions
 
 CONF = Path(__file__).parents[2] / "conf"
 CONFIGS = sorted(path.stem for path in (CONF / "backbone").glob("*.yaml"))
@@ -36,10 +36,12 @@ def test_each_config_starts_with_its_command_and_fits_its_class(choice: str) -> 
     config = compose_backbone(choice)
     target = get_class(config._target_)
     assert issubclass(target, Backbone)
-    accepted = set(inspect.signature(target.__init__).parameters)
+    shared = set(SharedOptions.__annotations__)
+    accepted = set(inspect.signature(target.__init__).parameters) | shared
     given = {str(key) for key in config if not str(key).startswith("_")}
     assert given <= accepted
-    assert {"num_classes", "checkpoint", "load_head", "frozen"} <= given
+    assert shared == {"num_classes", "checkpoint", "load_head", "frozen"}
+    assert shared <= given
 
 
 @pytest.mark.parametrize(
