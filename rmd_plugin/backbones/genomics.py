@@ -33,13 +33,7 @@ class _MotifEncoder(nn.Module):
 
 
 def one_hot(bases: Tensor) -> Tensor:
-    """One-hot encoding of base ids.
-
-    Args:
-        bases: ids A, C, G, T = 0..3; anything else has no base and becomes zeros. Shape (B, L) or (L,).
-
-    Returns:
-        Float tensor of shape (B, 4, L) or (4, L).
+    """One-hot encoding of base ids A, C, G, T = 0..3, anything else zeros: (B, L) -> (B, 4, L), or (L,) -> (4, L).
 
     Example:
         >>> one_hot(torch.tensor([0, 3, 4])).tolist()
@@ -118,13 +112,13 @@ class ReadEncoder(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
 
     def tokenise(self, bases: Tensor) -> Tensor:
-        """Cut reads into k-mers.
+        """Cut reads into k-mers; bases at the end that fill no whole k-mer are left out.
 
         Args:
             bases: ids A, C, G, T = 0..3, 5 = padding, anything else = unknown; shape (B, L).
 
         Returns:
-            Token ids of shape (B, 1 + T), the first being ``cls``. Bases that fill no whole k-mer are left out.
+            Token ids of shape (B, 1 + T), the first being ``cls``.
         """
         if bases.dim() != 2 or bases.is_floating_point():
             raise ValueError(

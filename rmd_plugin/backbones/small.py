@@ -25,13 +25,12 @@ class _AsSequence(nn.Module):
 class SmallCNN(Backbone):
     """Pairs of convolutions of width 3 with batch normalisation, pooled between them; D = the last width.
 
-    With ``dims=2`` it takes pictures (C, H, W) of at least 2 pixels per halving, such as the digits (1, 8, 8). With
-    ``dims=1`` the convolutions run along vectors (L,) or sequences (C, L) of any length. Between two pairs a quarter of
-    the places is left in both. The transforms are left to the benchmark.
+    Pictures are (C, H, W) with at least 2 pixels per halving, such as the digits (1, 8, 8); vectors (L,) and sequences
+    (C, L) may have any length. Between two pairs a quarter of the positions is left in both.
 
     Args:
         in_channels: channels of the input; None is 1, as vectors have.
-        widths: channels of each pair; between two pairs the picture is halved along both sides.
+        widths: channels of each pair.
         dims: 2 for pictures, 1 for vectors and sequences; None is 2. The commands take both from the samples.
         dropout: probability, on the pooled features.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.

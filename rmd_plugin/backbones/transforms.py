@@ -100,6 +100,7 @@ def image_transforms(
     return {"train_transform": replace(test, augment=True), "test_transform": test}
 
 
+@dataclass(frozen=True, repr=False)
 class Tokenise:
     """Text -> token ids of one fixed length, so that the default collate and ``x.to(device)`` work.
 
@@ -109,10 +110,9 @@ class Tokenise:
         name: what the tokenizer is called, for the ``repr``.
     """
 
-    def __init__(self, tokenizer: Any, max_length: int, name: str) -> None:
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.name = name
+    tokenizer: Any
+    max_length: int
+    name: str
 
     def __call__(self, text: Any) -> Tensor:
         """Ids of one text, a long tensor of shape (max_length,) filled up with the padding id."""

@@ -109,7 +109,7 @@ def _timm_weights(name: str, config: Any) -> Path:
 
 
 def _take_head(backbone: Backbone, classifier: nn.Module, num_classes: int | None) -> None:
-    """Keep a pre-trained classifier as the backbone's head."""
+    """Keep a pre-trained classifier, linear or a 1x1 convolution, as the backbone's head."""
     weight, bias = getattr(classifier, "weight", None), getattr(classifier, "bias", None)
     if not isinstance(weight, Tensor) or weight.flatten(1).shape[1] != backbone.feature_dim:
         raise ValueError(
@@ -120,7 +120,10 @@ def _take_head(backbone: Backbone, classifier: nn.Module, num_classes: int | Non
             f"the pre-trained classifier has {weight.shape[0]} classes, num_classes is {num_classes}: "
             "pass num_classes=null to keep it, or pretrained_head=false for a new one."
         )
-    backbone.set_head(weight.detach(), bias.detach() if isinstance(bias, Tensor) else None)
+    state = {"weight": weight.flatten(1), "bias": torch.zeros(len(weight)) if bias is None else bias}
+    backbone.reset_head(len(weight))
+    backbone.get_submodule("head").load_state_dict(state)
+    backbone.head_loaded = True
 
 
 class OpenCLIP(Backbone):

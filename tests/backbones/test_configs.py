@@ -70,3 +70,35 @@ def test_each_config_builds_the_network_it_names(
     assert backbone.num_classes == 10
     if parameters is not None:
         assert sum(p.numel() for p in backbone.parameters()) == pytest.approx(parameters, rel=0.005)
+
+
+MY_NET = """
+from torch import nn
+from rmd_plugin.backbones import Backbone
+
+class MyNet(Backbone):
+    def __init__(self, width=32, **options):
+        encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU())
+        super().__init__(encoder, width, architecture={"width": width}, **options)
+"""
+MY_YAML = """
+_target_: my_own_package.MyNet
+width: 16
+num_classes: null
+checkpoint: null
+load_head: true
+frozen: false
+"""
+
+
+def test_a_backbone_of_the_users_own_package_is_chosen_by_its_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_own_package.py").write_text(MY_NET)
+    (tmp_path / "conf" / "backbone").mkdir(parents=True)
+    (tmp_path / "conf" / "backbone" / "my_net.yaml").write_text(MY_YAML)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = compose_backbone("my_net", "backbone.frozen=true", f"hydra.searchpath=[file://{tmp_path}/conf]")
+    backbone = instantiate(config, num_classes=6)
+    assert isinstance(backbone, Backbone)
+    assert (backbone.feature_dim, backbone.num_classes, backbone.frozen) == (16, 6, True)
