@@ -1,4 +1,4 @@
-"""Packages that come with an extra of rmd-plugin: imported where they are used, or named with the command to get them."""
+"""Packages that an extra of rmd-plugin brings: imported where they are used, or named with the command to get them."""
 
 from importlib import import_module
 from typing import Any

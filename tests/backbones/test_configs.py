@@ -91,6 +91,7 @@ frozen: false
 """
 
 
+@pytest.mark.filterwarnings("ignore:provider=rmd-plugin")  # a checkout has no rmd_plugin.conf.shared
 def test_a_backbone_of_the_users_own_package_is_chosen_by_its_yaml(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
