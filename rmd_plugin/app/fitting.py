@@ -67,7 +67,7 @@ def resume_point(cfg: DictConfig, backbone: Backbone, folder: RunFolder) -> Path
     path = last if cfg.resume and last.is_file() else cfg.ckpt_path
     if path is None:
         return None
-    found = find_checkpoint(path)
+    found = find_checkpoint(path, option="ckpt_path")
     backbone.load_checkpoint(found)
     content = torch.load(found, map_location="cpu", weights_only=True)
     if "optimizer_states" not in content or "loops" not in content:
