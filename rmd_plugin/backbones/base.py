@@ -220,14 +220,14 @@ class Backbone(nn.Module):
         return digest.hexdigest()
 
 
-def as_backbone(module: nn.Module) -> nn.Module:
-    """Let a plain module with ``.encoder`` and ``.head`` serve as a backbone: give it the other attributes it lacks.
+def as_backbone(module: nn.Module) -> Backbone:
+    """A plain module with ``.encoder`` and ``.head`` as a backbone, with its transforms if it has any.
 
     Args:
         module: any module; its ``head`` is a linear layer, or ``None`` or missing where there are only features.
 
     Returns:
-        The same module. A head that it brings counts as trained.
+        A backbone of the same encoder and head; a head that it brings counts as trained. Backbones stay as they are.
 
     Raises:
         ValueError: if it has no encoder, or a head of another kind.
@@ -241,12 +241,8 @@ def as_backbone(module: nn.Module) -> nn.Module:
             f"{type(encoder).__name__}, and its .head an nn.Linear or None, got {type(head).__name__}. "
             "Name them so, or subclass rmd_plugin.backbones.Backbone."
         )
-    defaults: dict[str, object] = {"train_transform": None, "test_transform": None, "encoding": None, "frozen": False}
-    if head is None:
-        defaults |= {"head": None, "head_loaded": False, "num_classes": None}
-    else:
-        defaults |= {"head_loaded": True, "num_classes": head.out_features, "feature_dim": head.in_features}
-    for name, value in defaults.items():
-        if not hasattr(module, name):
-            setattr(module, name, value)
-    return module
+    transforms = {name: getattr(module, name, None) for name in ("train_transform", "test_transform")}
+    width = getattr(module, "feature_dim", 0) if head is None else head.in_features
+    backbone = Backbone(encoder, width, architecture={"module": type(module).__qualname__}, **transforms)
+    backbone.head, backbone.head_loaded = head, head is not None
+    return backbone

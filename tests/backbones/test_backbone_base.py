@@ -323,7 +323,7 @@ def test_a_plain_module_with_encoder_and_head_serves_as_a_backbone() -> None:
     net = PlainNet()
     net.test_transform = str.upper
     backbone = as_backbone(net)
-    assert backbone is net
+    assert (backbone.encoder, backbone.head) == (net.encoder, net.head)
     assert (backbone.feature_dim, backbone.num_classes, backbone.head_loaded, backbone.frozen) == (64, 6, True, False)
     assert backbone.test_transform is str.upper
     assert backbone.train_transform is None
