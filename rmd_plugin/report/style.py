@@ -18,20 +18,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rmd_plugin.atomic import replacing
+from rmd_plugin.report.names import CYCLE, DASHES, LABELS, PALETTE, colour, label, line_style
 
-#: Okabe and Ito's colours, which people with any kind of colour vision tell apart
-PALETTE: Mapping[str, str] = {
-    "black": "#000000",
-    "orange": "#E69F00",
-    "sky": "#56B4E9",
-    "green": "#009E73",
-    "yellow": "#F0E442",
-    "blue": "#0072B2",
-    "vermilion": "#D55E00",
-    "purple": "#CC79A7",
-}
-#: for lines on white, strongest first; yellow is too faint there
-CYCLE = tuple(PALETTE[name] for name in ("vermilion", "blue", "green", "orange", "purple", "sky", "black"))
+__all__ = [
+    "BODY", "CYCLE", "DASHES", "DISTANCE_COLOURS", "ID_COLOUR", "LABELS", "PALETTE", "QUIET", "SLIDE", "SMALL", "TITLE",
+    "colour", "detector_style", "house_style", "label", "new_figure", "quiet_grid", "save_figure",
+]  # fmt: skip
+
 #: the same meaning in every figure: in-distribution blue, near-OOD vermilion and its kin, far-OOD green and its kin
 ID_COLOUR = PALETTE["blue"]
 DISTANCE_COLOURS: Mapping[str, tuple[str, ...]] = {
@@ -40,7 +33,6 @@ DISTANCE_COLOURS: Mapping[str, tuple[str, ...]] = {
     "": (PALETTE["vermilion"], PALETTE["orange"], PALETTE["purple"]),
 }
 QUIET = "#9A9A9A"
-DASHES: tuple[tuple[int, tuple[float, ...]], ...] = ((0, ()), (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
 
 SLIDE = (10.0, 5.625)  # 16:9
 BODY, SMALL, TITLE = 14.0, 12.0, 16.0
@@ -61,6 +53,12 @@ _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "rmd-plugin",
 }
+
+
+def detector_style(detector: str) -> dict[str, Any]:
+    """How the line of a detector is drawn in every figure: ``color`` and ``linestyle`` for ``axes.plot``."""
+    colour, dash = line_style(detector)
+    return {"color": colour, "linestyle": dash}
 
 
 @contextmanager
