@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rmd_plugin.atomic import replacing
-from rmd_plugin.compare.rows import ACCURACY, AUROC, Row, select, unique
-from rmd_plugin.report import document as doc
-from rmd_plugin.report.directions import Directions, read_directions
+from rmd_plugin.compare.rows import ACCURACY, AUROC, Row, select
+from rmd_plugin.report.directions import Directions
+from rmd_plugin.report.document import Section, picture, render
 from rmd_plugin.report.figures import choose_detectors, histogram_figure
 from rmd_plugin.report.names import OURS, label
-from rmd_plugin.report.run_figures import MEAN, contributions_figure, epochs_figure, partial_sums_figure
-from rmd_plugin.report.run_folder import CONFIG, DIRECTIONS, REPORT, RunFolder, RunStatus, describe_error
+from rmd_plugin.report.run_figures import MEAN, contributions_figure, epochs_figure, history_sets, partial_sums_figure
+from rmd_plugin.report.run_folder import CONFIG, REPORT, RunFolder, RunStatus, describe_error
 from rmd_plugin.report.scores import ID, Scores
-from rmd_plugin.report.tables import comparison_tables, near_far_means, percent, ranking, seconds
+from rmd_plugin.report.tables import comparison_tables, near_far_means, ood_sets, percent, ranking, seconds, set_title
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def write_report(folder: str | os.PathLike[str] | RunFolder, *, output: str | os
         read(run.read_rows) or [],
         scores=read(run.read_scores),
         history=read(run.read_history) or [],
-        directions=read(lambda: read_directions(run.file(DIRECTIONS))),
+        directions=read(run.read_directions),
         config=read(lambda: run.read_text(CONFIG)) or "",
         versions=read(run.read_versions),
         status=read(run.read_status),
@@ -95,28 +95,40 @@ def render_report(
     Returns:
         The document.
     """
-    versions = versions or {}
     problems = list(problems)
 
-    def part(draw: Callable[[], list[str]]) -> list[str]:
+    def part(draw: Callable[[], T]) -> T | None:
         # a report comes after hours of training: a part that cannot be drawn must not take the others with it
         try:
             return draw()
         except Exception as error:
             problems.append(f"A part of this page could not be drawn. {describe_error(error)}")
-            return []
+            return None
 
     title, lead = _title(rows, status)
+    tiles = part(lambda: _key_figures(rows, status)) or []
     sections = [
-        *part(lambda: _key_figures(rows, status)),
-        *part(lambda: _tables(rows)),
-        *part(lambda: _training(rows, history)),
-        *part(lambda: _histograms(rows, scores or {})),
-        *part(lambda: _directions(rows, directions or {})),
-        *part(lambda: _made_with(config, versions)),
+        part(lambda: _tables(rows)),
+        part(lambda: _over_training(rows, history)),
+        part(lambda: _histograms(rows, scores or {})),
+        part(lambda: _directions(rows, directions or {})),
     ]
-    head = [doc.heading(title, level=1), doc.paragraph(lead, kind="lead"), *_notices(status, problems)]
-    return doc.document(f"{title}: near-OOD detection", [*head, *sections])
+    state, notices = status.state if status is not None else "", list(dict.fromkeys(problems))
+    if state == "interrupted":
+        notices.insert(0, "This run was interrupted: the page shows what was done until then.")
+    return render(
+        "report.html",
+        tab=f"{title}: near-OOD detection",
+        title=title,
+        lead=lead,
+        errors=[f"This run failed. {status.reason}"] if status is not None and state == "failed" else [],
+        notices=notices,
+        tiles=tiles,
+        sections=[section for section in sections if section is not None],
+        command=(versions or {}).get("command", ""),
+        versions=_versions(versions or {}),
+        config=config.rstrip(),
+    )
 
 
 def _title(rows: Sequence[Row], status: RunStatus | None) -> tuple[str, str]:
@@ -135,22 +147,13 @@ def _title(rows: Sequence[Row], status: RunStatus | None) -> tuple[str, str]:
     return title, " · ".join(parts)
 
 
-def _notices(status: RunStatus | None, problems: Sequence[str]) -> list[str]:
-    notices = []
-    if status is not None and status.state == "failed":
-        notices.append(doc.paragraph(f"This run failed. {status.reason}", kind="notice"))
-    elif status is not None and status.state == "interrupted":
-        text = "This run was interrupted: the page shows what was done until then."
-        notices.append(doc.paragraph(text, kind="notice mild"))
-    return notices + [doc.paragraph(problem, kind="notice mild") for problem in dict.fromkeys(problems)]
-
-
-def _key_figures(rows: Sequence[Row], status: RunStatus | None) -> list[str]:
-    items = []
-    for row in select(rows, metric=ACCURACY, detector=""):
-        if row.ok:
-            items.append(("Accuracy", f"{percent(row.value)} %", row.reason or "in-distribution test set"))
-    if len(_comparisons(rows)) == 1:
+def _key_figures(rows: Sequence[Row], status: RunStatus | None) -> list[tuple[str, str, str]]:
+    """Name, number and small print of each."""
+    items = [
+        ("Accuracy", f"{percent(row.value)} %", row.reason or "in-distribution test set")
+        for row in select(rows, metric=ACCURACY, detector="", status="ok")
+    ]
+    if _one_comparison(rows):
         means = near_far_means(rows)
         for distance in ("near", "far"):
             values = {name: found[distance] for name, found in means.items() if not math.isnan(found[distance])}
@@ -165,110 +168,79 @@ def _key_figures(rows: Sequence[Row], status: RunStatus | None) -> list[str]:
             items.append(("RMD against MD", f"{gain:+.2f}".replace("-", "−"), f"points of {where}"))
     if status is not None and not math.isnan(status.seconds):
         items.append(("Time", _duration(status.seconds), "the whole run"))
-    return [doc.tiles(items)] if items else []
+    return items
 
 
-def _tables(rows: Sequence[Row]) -> list[str]:
+def _tables(rows: Sequence[Row]) -> Section:
     tables = [table for table in comparison_tables(rows) if table.rows or table.notes]
     if not tables:
-        return [doc.heading("Detectors"), doc.paragraph("No detector was compared in this run.", kind="quiet")]
+        return Section("Detectors", "No detector was compared in this run.")
     text = "Ordered by the mean over the near-OOD sets where there are any. The best number of a column is bold."
-    return [doc.heading("Detectors"), doc.paragraph(text), *map(doc.table_block, tables)]
+    return Section("Detectors", text, tables)
 
 
-def _training(rows: Sequence[Row], history: Sequence[Mapping[str, Any]]) -> list[str]:
+def _over_training(rows: Sequence[Row], history: Sequence[Mapping[str, Any]]) -> Section | None:
     seen = [row for row in history if row["metric"] == AUROC and row["ood"] and row["stage"] == "fit"]
     if not seen:
-        return []
-    sets = list(dict.fromkeys(str(row["ood"]) for row in seen))
-    if len(sets) == 2:  # one set: its mean is the same curve
-        sets = [name for name in sets if name != MEAN]
-    distances = _distances(rows)
-    detectors = _coloured(rows, [str(row["detector"]) for row in seen])
-    pictures = []
-    for name in sorted(sets, key=lambda name: name != MEAN):
-        title = "mean over the OOD sets" if name == MEAN else _with_distance(name, distances)
-        figure = epochs_figure(seen, name, detectors=detectors, title=title)
-        pictures.append(doc.picture(figure, f"AUROC over the epochs: {title}"))
-    text = "AUROC on the validation set after each epoch, every detector fitted anew to the features of that epoch."
-    return [doc.heading("Over training"), doc.paragraph(text), doc.panels(pictures, wide=True)]
-
-
-def _histograms(rows: Sequence[Row], scores: Scores) -> list[str]:
-    if len(_comparisons(rows)) != 1:
-        return []  # scores belong to one comparison
+        return None
+    sets, distances = history_sets(seen), ood_sets(rows)
+    titles = {name: "mean over the OOD sets" if name == MEAN else set_title(name, distances) for name in sets}
+    # RMD and MD have a colour in every picture, then the best of the table
+    detectors = list(dict.fromkeys([*OURS[:2], *ranking(rows), *(str(row["detector"]) for row in seen)]))
     pictures = [
-        doc.picture(histogram_figure(scores, rows, detectors=[name]), f"Histogram of the scores of {label(name)}")
-        for name in choose_detectors(rows)
-        if name in scores
+        picture(epochs_figure(seen, [name], detectors=detectors, titles=titles), f"AUROC over the epochs: {title}")
+        for name, title in titles.items()
     ]
-    if not pictures:
-        return []
+    text = "AUROC on the validation set after each epoch, every detector fitted anew to the features of that epoch."
+    return Section("Over training", text, pictures=pictures, wide=True)
+
+
+def _histograms(rows: Sequence[Row], scores: Scores) -> Section | None:
+    # scores belong to one comparison
+    shown = [name for name in choose_detectors(rows) if name in scores] if _one_comparison(rows) else []
+    pictures = [
+        picture(histogram_figure(scores, rows, detectors=[name]), f"Histogram of the scores of {label(name)}")
+        for name in shown
+    ]
     text = "Scores of the test sets. The less the coloured lines overlap the filled area, the better."
-    return [doc.heading("Scores"), doc.paragraph(text), doc.panels(pictures)]
+    return Section("Scores", text, pictures=pictures) if pictures else None
 
 
-def _directions(rows: Sequence[Row], directions: Directions) -> list[str]:
+def _directions(rows: Sequence[Row], directions: Directions) -> Section | None:
     if not directions:
-        return []
-    distances = _distances(rows)
+        return None
+    distances = ood_sets(rows)
     pictures = []
     for detector, profiles in directions.items():
         order = _ORDER.get(detector, "largest variance first")
         title = f"{label(detector)}: {len(profiles[ID].mean)} directions"
         figure = contributions_figure(profiles, distances, order=order, title=title)
-        pictures.append(doc.picture(figure, f"Contribution of each direction to the score of {label(detector)}"))
+        pictures.append(picture(figure, f"Contribution of each direction to the score of {label(detector)}"))
     sets = list(dict.fromkeys(name for profiles in directions.values() for name in profiles if name != ID))
     sets.sort(key=lambda name: distances.get(name) == "far")
-    detectors = _coloured(rows, list(directions))
     for name in sets[:_PANELS]:
-        title = f"{_with_distance(name, distances)}: the first directions"
-        figure = partial_sums_figure(directions, name, detectors=detectors, title=title)
-        pictures.append(doc.picture(figure, f"AUROC on {name} from the first directions only"))
+        figure = partial_sums_figure(directions, name, title=f"{set_title(name, distances)}: the first directions")
+        pictures.append(picture(figure, f"AUROC on {name} from the first directions only"))
     text = (
         "A Gaussian score is a sum over directions in feature space. First: the mean that each direction adds, with "
         "the band from the 10 % to the 90 % quantile; a direction tells OOD samples apart where their line leaves the "
         "in-distribution band. Then: the AUROC when only the first directions count."
     )
-    return [doc.heading("Where the difference lies"), doc.paragraph(text), doc.panels(pictures, wide=True)]
+    return Section("Where the difference lies", text, pictures=pictures, wide=True)
 
 
-def _made_with(config: str, versions: Mapping[str, Any]) -> list[str]:
-    parts = []
-    if versions.get("command"):
-        parts += [doc.paragraph("The command:"), doc.preformatted(str(versions["command"]))]
-    about = {
-        name: str(versions[name]) for name in ("python", "platform", "commit", "project_commit") if name in versions
-    }
+def _versions(versions: Mapping[str, Any]) -> dict[str, str]:
+    found = {name: versions[name] for name in ("python", "platform", "commit", "project_commit") if name in versions}
     packages = versions.get("packages")
-    if isinstance(packages, Mapping):
-        about |= {str(name): str(version) for name, version in packages.items()}
-    if about:
-        parts.append(doc.definitions({name.replace("_", " "): value for name, value in about.items()}))
-    if config.strip():
-        parts.append(doc.folded("The whole config", doc.preformatted(config.rstrip())))
-    return [doc.heading("How it was made"), *parts] if parts else []
+    found |= packages if isinstance(packages, dict) else {}
+    return {str(name).replace("_", " "): str(value) for name, value in found.items()}
 
 
-def _comparisons(rows: Sequence[Row]) -> list[tuple[str, str, int]]:
-    return list(dict.fromkeys((row.benchmark, row.backbone, row.seed) for row in rows))
-
-
-def _distances(rows: Sequence[Row]) -> dict[str, str]:
-    return {name: next(row.distance for row in rows if row.ood == name) for name in unique(rows, "ood")}
-
-
-def _with_distance(name: str, distances: Mapping[str, str]) -> str:
-    return f"{name} ({distances[name]})" if distances.get(name) else name
-
-
-def _coloured(rows: Sequence[Row], found: Sequence[str]) -> list[str]:
-    """Detectors in the order of their colours, the same in every picture: RMD, MD, then as in the table."""
-    return list(dict.fromkeys([*OURS[:2], *ranking(rows), *found]))
+def _one_comparison(rows: Sequence[Row]) -> bool:
+    return len({(row.benchmark, row.backbone, row.seed) for row in rows}) == 1
 
 
 def _duration(value: float) -> str:
     if value < 100:
         return f"{seconds(value)} s" if value >= 10 else f"{value:.0f} s"
-    minutes, hours = round(value / 60), round(value / 3600, 1)
-    return f"{minutes} min" if value < 7200 else f"{hours:g} h"
+    return f"{round(value / 60)} min" if value < 7200 else f"{round(value / 3600, 1):g} h"

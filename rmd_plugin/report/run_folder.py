@@ -12,17 +12,18 @@ import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.compare.rows import SECONDS, Row, read_rows, write_rows
+from rmd_plugin.report.directions import Profile, read_directions, write_directions
 from rmd_plugin.report.provenance import collect_versions, current_command
-
-if TYPE_CHECKING:
-    import numpy as np
+from rmd_plugin.report.scores import read_scores, write_scores
 
 #: the resolved config, which a run can be repeated from
 CONFIG = "config.yaml"
@@ -169,42 +170,23 @@ class RunFolder:
             self.write_config(config)
         self.write_versions(command=command)
         self._write_status(
-            RunStatus("running", about=dict(about or {}), started=_now(), host=socket.gethostname(), pid=os.getpid())
+            RunStatus("running", about=about or {}, started=_now(), host=socket.gethostname(), pid=os.getpid())
         )
 
     def finish(self, state: State = "done", reason: str = "") -> None:
-        """Write how the run ended; what the status knew before stays.
-
-        Args:
-            state: see :class:`RunStatus`.
-            reason: why it failed.
-        """
+        """Write how the run ended, and why; what the status knew before stays."""
         try:
             before = self.read_status()
         except (OSError, RunFolderError):
             before = RunStatus("running")
-        self._write_status(
-            RunStatus(
-                state,
-                " ".join(reason.split()),
-                before.about,
-                before.started,
-                _now(),
-                before.host or socket.gethostname(),
-                before.pid,
-            )
-        )
+        host = before.host or socket.gethostname()
+        self._write_status(replace(before, state=state, reason=" ".join(reason.split()), ended=_now(), host=host))
 
     def _write_status(self, status: RunStatus) -> None:
         self._write_json(STATUS, vars(status) | {"about": dict(status.about)})
 
     def read_status(self) -> RunStatus:
-        """How the run stands.
-
-        Raises:
-            FileNotFoundError: if the run has not written it.
-            RunFolderError: if the file is damaged.
-        """
+        """How the run stands. FileNotFoundError if it has not written it, RunFolderError if the file is damaged."""
         found = self._read_json(STATUS)
         state = found.get("state")
         if state not in get_args(State):
@@ -222,11 +204,7 @@ class RunFolder:
     # -- what it was run with -----------------------------------------------------------------------------------------
 
     def write_config(self, config: Any) -> None:
-        """Write the resolved config.
-
-        Args:
-            config: an OmegaConf config (its interpolations are resolved), a plain mapping, or YAML text.
-        """
+        """Write the config: of OmegaConf (its interpolations are resolved), a plain mapping, or YAML text."""
         if not isinstance(config, str):
             from omegaconf import OmegaConf
 
@@ -256,11 +234,7 @@ class RunFolder:
             raise RunFolderError(f"{self.file(name)} is not a text file (byte {error.start}).") from error
 
     def write_versions(self, *, command: str | None = None) -> None:
-        """Write the command and the versions of everything that takes part.
-
-        Args:
-            command: by default :func:`current_command`.
-        """
+        """Write the command (by default :func:`current_command`) and the versions of everything that takes part."""
         self._write_json(VERSIONS, {"command": command or current_command(), **collect_versions()})
 
     def read_versions(self) -> dict[str, Any]:
@@ -280,11 +254,7 @@ class RunFolder:
         write_rows((row for row in rows if row.metric in SECONDS), self.file(TIMINGS))
 
     def read_rows(self) -> list[Row]:
-        """The results and the times; empty if there are none yet.
-
-        Raises:
-            rmd_plugin.compare.rows.RowsError: if a file is damaged.
-        """
+        """The results and the times; empty if there are none yet, RowsError if a file is damaged."""
         found = []
         for name in (ROWS, TIMINGS):
             with suppress(FileNotFoundError):
@@ -292,11 +262,7 @@ class RunFolder:
         return found
 
     def write_history(self, history: Iterable[Mapping[str, Any]]) -> None:
-        """Write ``OODMonitor.history``: rows with stage, epoch, step, detector, ood, metric and value.
-
-        Args:
-            history: the rows, in the order of time. Further keys are dropped.
-        """
+        """Write ``OODMonitor.history``: rows with stage, epoch, step, detector, ood, metric and value, and no more."""
         self._make()
         with replacing(self.file(HISTORY), newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -320,21 +286,15 @@ class RunFolder:
         except FileNotFoundError:
             return []
         except (ValueError, KeyError, TypeError, csv.Error) as error:
-            raise RunFolderError(
-                f"{path} does not hold a history: {type(error).__name__} {_one_line(error)}"
-            ) from error
+            raise RunFolderError(f"{path} does not hold a history: {describe_error(error)}") from error
 
     def write_scores(self, scores: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Write scores: detector -> set -> array of shape (N,). See :mod:`rmd_plugin.report.scores`."""
-        from rmd_plugin.report.scores import write_scores
-
         self._make()
         write_scores(scores, self.file(SCORES))
 
     def read_scores(self) -> dict[str, dict[str, np.ndarray]]:
         """What :meth:`write_scores` wrote; empty if there is none."""
-        from rmd_plugin.report.scores import read_scores
-
         return read_scores(self.file(SCORES)) if self.file(SCORES).exists() else {}
 
     def write_directions(self, contributions: Mapping[str, Mapping[str, np.ndarray]]) -> None:
@@ -344,10 +304,12 @@ class RunFolder:
             contributions: detector -> set (``test`` is the in-distribution one) -> terms of shape (N, r), as
                 ``detector.contributions(z)`` gives them.
         """
-        from rmd_plugin.report.directions import write_directions
-
         self._make()
         write_directions(contributions, self.file(DIRECTIONS))
+
+    def read_directions(self) -> dict[str, dict[str, Profile]]:
+        """What :meth:`write_directions` wrote; empty if there is none."""
+        return read_directions(self.file(DIRECTIONS)) if self.file(DIRECTIONS).exists() else {}
 
     # -- files --------------------------------------------------------------------------------------------------------
 

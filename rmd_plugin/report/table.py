@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
+
+from rmd_plugin.report.document import render
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -145,30 +146,9 @@ def to_html(table: Table) -> str:
     """The table as an HTML fragment without style: ``<figure class="table">`` with caption, table and notes.
 
     Classes for a style sheet: ``best`` (bold cells), ``detail`` (small print), ``left`` (names), ``wrap`` (long
-    paths), ``notes``.
+    paths), ``notes``, ``scroll`` (what a narrow screen scrolls).
     """
-
-    def cell(item: Cell, tag: str, column: Column) -> str:
-        wrapped = column.wrap and tag == "td"
-        classes = " ".join(["left"] * (column.align == "left") + ["wrap"] * wrapped + ["best"] * item.bold)
-        attributes = (' scope="col"' if tag == "th" else "") + (f' class="{classes}"' if classes else "")
-        main = html.escape(item.text)
-        main = f"<strong>{main}</strong>" if item.bold and main else main
-        detail = f' <span class="detail">{html.escape(item.detail)}</span>' if item.detail else ""
-        return f"<{tag}{attributes}>{main}{detail}</{tag}>"
-
-    heads = [cell(Cell(column.title, detail=column.detail), "th", column) for column in table.columns]
-    lines = ['<figure class="table">']
-    if table.title:
-        lines.append(f"<figcaption>{html.escape(table.title)}</figcaption>")
-    lines += ["<table>", f"<thead><tr>{''.join(heads)}</tr></thead>", "<tbody>"]
-    for row in table.rows:
-        cells = [cell(item, "td", column) for item, column in zip(row, table.columns, strict=True)]
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    lines += ["</tbody>", "</table>"]
-    if table.notes:
-        lines.append(f'<ul class="notes">{"".join(f"<li>{html.escape(note)}</li>" for note in table.notes)}</ul>')
-    return "\n".join([*lines, "</figure>"]) + "\n"
+    return render("table.html", table=table)
 
 
 def to_terminal(table: Table, *, width: int | None = None) -> Group:

@@ -19,7 +19,7 @@ from rmd_plugin.report.figures import (
     set_colours,
 )
 from rmd_plugin.report.scores import read_scores, write_scores
-from rmd_plugin.report.style import CYCLE, PALETTE, new_figure, save_figure
+from rmd_plugin.report.style import CYCLE, PALETTE, colour, new_figure, save_figure
 
 SETS = {"six": "near", "noise": "far"}
 DETECTORS = ("msp", "rmd", "mahalanobis", "knn")
@@ -91,7 +91,7 @@ def test_curves_are_named_in_place_with_their_auroc_and_the_rest_is_grey(scores,
     assert f"RMD  {100 * value:.1f}" in texts(near)
     colours = [to_hex(line.get_color()).upper() for line in far.lines]
     assert colours.count("#DADADA") == 2
-    assert set(CYCLE[:2]) <= set(colours)
+    assert {colour("rmd"), colour("knn")} <= set(colours)
 
 
 def test_histograms_count_every_score_and_name_every_set(scores, rows):
