@@ -6,7 +6,6 @@ Config: ``hydra.callbacks.report: {_target_: rmd_plugin.app.multirun.ReportCallb
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401  pandas, which the report imports, cannot import it at exit
 import logging
 import os
 from pathlib import Path

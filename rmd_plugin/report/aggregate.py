@@ -35,30 +35,21 @@ class Group(NamedTuple):
 GROUP = list(Group._fields)
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A number over several runs.
-
-    Attributes:
-        mean: their mean, NaN if there are none.
-        deviation: sample standard deviation; NaN for fewer than two.
-        count: how many numbers.
-    """
+class Estimate(NamedTuple):
+    """Mean and sample standard deviation over so many runs; NaN for none, and for fewer than two."""
 
     mean: float
     deviation: float
     count: int
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """Paired difference to the reference detector.
 
     Attributes:
         value: mean over the groups of the mean over their seeds; NaN if there is no pair.
         low: lower end of the 95 % interval, NaN if there are too few pairs.
         high: upper end.
-        pairs: how many runs had both numbers.
         over: what the interval is taken over: ``seeds``, ``benchmarks``, or nothing.
     """
 
@@ -114,11 +105,8 @@ class Summary:
     ) -> dict[int, float]:
         """Numbers of a detector in a group: seed -> number, without those that are missing.
 
-        Args:
-            group: the group.
-            detector: the detector.
-            which: ``near``, ``far`` or ``all``; by default :meth:`which`.
-            ood: name of an OOD set, instead of a mean over sets.
+        They are means over the OOD sets that ``which`` names (``near``, ``far``, ``all``; by default as :meth:`which`
+        says), or those of the one OOD set ``ood``.
         """
         return self._numbers.get((group, detector, f"set {ood}" if ood is not None else which or self.which(group)), {})
 
@@ -185,12 +173,7 @@ def summarise(runs: Sequence[Run], *, metric: str = AUROC, reference: str = "rmd
     """Put runs together.
 
     Runs with the same benchmark, backbone and setting form a group and differ in their seed. Of two runs with the
-    same seed and detector the newer one counts.
-
-    Args:
-        runs: the runs; those that are not done give no numbers and stay in the list.
-        metric: the metric.
-        reference: the detector that the others are compared with.
+    same seed and detector the newer one counts. Those that are not done give no numbers and stay in the list.
 
     Raises:
         ValueError: if there are numbers, but none of this metric; the message lists those that there are.
@@ -236,10 +219,6 @@ def estimate(values: Sequence[float]) -> Estimate:
 def ranks(values: Mapping[str, float], *, lower: bool = False) -> dict[str, float]:
     """Places from 1, the best first; equal values share the mean of their places, missing ones have none.
 
-    Args:
-        values: name -> number.
-        lower: whether less is better.
-
     Example:
         >>> ranks({"a": 0.9, "b": 0.7, "c": 0.9})
         {'a': 1.5, 'b': 3.0, 'c': 1.5}
@@ -248,18 +227,11 @@ def ranks(values: Mapping[str, float], *, lower: bool = False) -> dict[str, floa
 
 
 def paired_difference(groups: Sequence[Sequence[float]], *, level: float = 0.95) -> Difference:
-    """Mean of paired differences with a t interval, every group weighing the same.
+    """Mean of paired differences, a list for each group, with a t interval; every group weighs the same.
 
     Where every group has two seeds or more, the groups are taken as they are and the seeds as a sample: the variance is
     that of a mean of independent group means, with Welch and Satterthwaite's degrees of freedom. For one group this is
     the paired t interval. Where a group has one seed only, the group means are the sample, if there are three or more.
-
-    Args:
-        groups: for each group the differences of its runs; empty groups do not count.
-        level: coverage of the interval.
-
-    Returns:
-        The difference with its interval.
     """
     groups = [group for group in groups if group]
     estimates = [estimate(group) for group in groups]

@@ -18,14 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture inside a page.
-
-    Attributes:
-        source: the picture itself, as a data address.
-        alt: what it shows, for those who do not see it.
-        width: in CSS pixels.
-        height: in CSS pixels.
-    """
+    """A picture inside a page: itself as a data address, what it shows in words, and its size in CSS pixels."""
 
     source: str
     alt: str
@@ -45,12 +38,7 @@ class Section:
 
 
 def render(template: str, **content: Any) -> str:
-    """A template filled in; every text is escaped.
-
-    Args:
-        template: file below ``templates``.
-        content: what its names stand for.
-    """
+    """A template of the folder ``templates`` filled in; every text is escaped."""
     return _environment().get_template(template).render(content)
 
 
@@ -69,12 +57,7 @@ def _environment() -> Environment:
 
 
 def picture(figure: Figure, alt: str) -> Picture:
-    """A figure as an SVG whose letters are outlines, so that no font is needed.
-
-    Args:
-        figure: the figure.
-        alt: what it shows.
-    """
+    """A figure as an SVG whose letters are outlines, so that no font is needed; ``alt`` says what it shows."""
     from matplotlib import rc_context
 
     from rmd_plugin.report.style import house_style

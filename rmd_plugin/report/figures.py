@@ -11,24 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from rmd_plugin.compare.rows import AUROC, SECONDS, Row, select
+from rmd_plugin.report import style
 from rmd_plugin.report.names import OURS, label
 from rmd_plugin.report.scores import ID, Scores
-from rmd_plugin.report.style import (
-    CYCLE,
-    DASHES,
-    DISTANCE_COLOURS,
-    ID_COLOUR,
-    QUIET,
-    SMALL,
-    TITLE,
-    colour,
-    detector_style,
-    house_style,
-    new_figure,
-    new_panels,
-    outline,
-    quiet_grid,
-)
 from rmd_plugin.report.tables import near_far_means, ood_sets, ranking, set_title
 
 if TYPE_CHECKING:
@@ -47,20 +32,16 @@ def choose_detectors(rows: Sequence[Row], count: int = 6) -> list[str]:
 
 
 def auroc_figure(rows: Sequence[Row], title: str = "") -> Figure:
-    """AUROC of every detector with its interval: one line per detector, the best on top.
+    """AUROC of every detector of one comparison with its interval: one line per detector, the best on top.
 
     Near-OOD sets stand as discs, far-OOD sets as squares; a set has the same colour in every figure.
-
-    Args:
-        rows: rows of one benchmark, backbone and seed.
-        title: heading.
     """
     detectors = ranking(rows)
     distances = ood_sets(rows)
     colours = set_colours(distances)
     offsets = np.linspace(0.25, -0.25, len(distances)) if len(distances) > 1 else [0.0]
-    with house_style():
-        figure = new_figure((10.0, max(3.0, 1.9 + 0.36 * len(detectors))))
+    with style.house_style():
+        figure = style.new_figure((10.0, max(3.0, 1.9 + 0.36 * len(detectors))))
         axes = figure.subplots()
         for offset, (name, distance) in zip(offsets, distances.items(), strict=False):
             mine = {row.detector: row for row in select(rows, metric=AUROC, ood=name) if row.ok}
@@ -78,7 +59,7 @@ def auroc_figure(rows: Sequence[Row], title: str = "") -> Figure:
         left, right = axes.get_xlim()
         axes.set_xlim(left, min(right, 100.5))
         if left < 50 < right:
-            axes.axvline(50, color=QUIET, linewidth=1.2, linestyle=DASHES[1])
+            axes.axvline(50, color=style.QUIET, linewidth=1.2, linestyle=style.DASHES[1])
         _heading(figure, title)
         axes.legend(
             loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, frameon=False, labelcolor="linecolor",
@@ -90,39 +71,34 @@ def auroc_figure(rows: Sequence[Row], title: str = "") -> Figure:
 def roc_figure(
     scores: Scores, rows: Sequence[Row], *, detectors: Sequence[str] | None = None, title: str = "", panels: int = 4
 ) -> Figure:
-    """ROC curves, one panel per OOD set: the chosen detectors in colour and named in place, the others in grey.
+    """ROC curves, one panel per OOD set, near ones first: some detectors in colour and named in place, the others grey.
 
-    Args:
-        scores: scores of every detector.
-        rows: rows of the same comparison.
-        detectors: which to name; by default :func:`choose_detectors`.
-        title: heading.
-        panels: at most so many OOD sets, near ones first.
+    By default :func:`choose_detectors` says which are named.
     """
     chosen = choose_detectors(rows) if detectors is None else detectors
-    named = [name for name in chosen if name in scores][: len(CYCLE)]
+    named = [name for name in chosen if name in scores][: len(style.CYCLE)]
     distances = ood_sets(rows)
     sets = _near_first(distances)[:panels]
-    with house_style():
-        figure, grid = new_panels(len(sets), (6.4, 5.9), columns=2)
+    with style.house_style():
+        figure, grid = style.new_panels(len(sets), (6.4, 5.9), columns=2)
         for axes, name in zip(grid, sets, strict=True):
             values = {row.detector: row.value for row in select(rows, metric=AUROC, ood=name) if row.ok}
             entries = []
             for detector in sorted(scores, key=lambda name: name in named):
                 if name not in scores[detector]:
                     continue
-                style = {"color": "#DADADA", "linewidth": 1.0}
+                look = {"color": "#DADADA", "linewidth": 1.0}
                 if detector in named:
-                    style = detector_style(detector)
-                    entries.append((values.get(detector, math.nan), label(detector), style))
-                axes.plot(*roc_points(scores[detector][ID], scores[detector][name]), **style)
+                    look = style.detector_style(detector)
+                    entries.append((values.get(detector, math.nan), label(detector), look))
+                axes.plot(*roc_points(scores[detector][ID], scores[detector][name]), **look)
             _rank_labels(axes, sorted(entries, key=lambda entry: entry[0]))
-            axes.plot([0, 1], [0, 1], color=QUIET, linewidth=1.0, linestyle=DASHES[2])
+            axes.plot([0, 1], [0, 1], color=style.QUIET, linewidth=1.0, linestyle=style.DASHES[2])
             axes.set(xlim=(0, 1), ylim=(0, 1.003), aspect="equal")
             axes.set_xlabel("in-distribution flagged (false positives)")
             axes.set_ylabel("OOD found (true positives)")
             axes.set_title(set_title(name, distances))
-            quiet_grid(axes)
+            style.quiet_grid(axes)
         _heading(figure, title)
     return figure
 
@@ -143,10 +119,10 @@ def histogram_figure(
     chosen = [name for name in (choose_detectors(rows) if detectors is None else detectors) if name in scores]
     distances = {name: "" for sets in scores.values() for name in sets if name != ID}
     distances = {**(found := ood_sets(rows)), **{name: "" for name in distances if name not in found}}
-    colours = {**set_colours(distances), ID: ID_COLOUR}
+    colours = {**set_colours(distances), ID: style.ID_COLOUR}
     means = near_far_means(rows)
-    with house_style():
-        figure, grid = new_panels(len(chosen), (5.0, 3.8), columns=3)
+    with style.house_style():
+        figure, grid = style.new_panels(len(chosen), (5.0, 3.8), columns=3)
         for axes, detector in zip(grid, chosen, strict=True):
             mine = {ID: scores[detector][ID]} | {
                 n: scores[detector][n] for n in _near_first(distances) if n in scores[detector]
@@ -165,10 +141,10 @@ def histogram_figure(
                 _curve_labels(axes, curves, edges)
             near = means.get(detector, {}).get("near", math.nan)
             area = "" if math.isnan(near) else f", near AUROC {100 * near:.1f}"
-            axes.set_title(label(detector) + area, fontsize=SMALL + 1)
+            axes.set_title(label(detector) + area, fontsize=style.SMALL + 1)
             axes.set_yticks([])
             axes.spines["left"].set_visible(False)
-            axes.set_xlabel("score, higher = more OOD", fontsize=SMALL)
+            axes.set_xlabel("score, higher = more OOD", fontsize=style.SMALL)
             axes.locator_params(axis="x", nbins=4)
         _heading(figure, title)
     return figure
@@ -181,26 +157,21 @@ def difference_figure(summary: Summary) -> Figure | None:
     if not found:
         return None
     scale, unit = (1, "seconds") if summary.metric in SECONDS else (100, "points")
-    with house_style():
-        figure = new_figure((8.0, 1.5 + 0.42 * len(found)))
+    with style.house_style():
+        figure = style.new_figure((8.0, 1.5 + 0.42 * len(found)))
         axes = figure.subplots()
         for place, (name, item) in enumerate(found.items()):
             if not math.isnan(item.low):
-                axes.hlines(-place, scale * item.low, scale * item.high, color=colour(name), linewidth=2.4)
-            axes.plot(scale * item.value, -place, "o", color=colour(name), markersize=8)
-        axes.axvline(0, color=QUIET, linewidth=1.4)
+                axes.hlines(-place, scale * item.low, scale * item.high, color=style.colour(name), linewidth=2.4)
+            axes.plot(scale * item.value, -place, "o", color=style.colour(name), markersize=8)
+        axes.axvline(0, color=style.QUIET, linewidth=1.4)
         _detector_axis(axes, list(found))
         axes.set_xlabel(f"{summary.metric}, {unit} against {label(summary.reference)}")
     return figure
 
 
 def roc_points(id_scores: np.ndarray, ood_scores: np.ndarray, points: int = 400) -> tuple[np.ndarray, np.ndarray]:
-    """The ROC curve with OOD as the positive class, thinned to what a picture can show.
-
-    Args:
-        id_scores: scores of in-distribution samples, shape (N,).
-        ood_scores: scores of OOD samples, shape (M,).
-        points: about how many points to keep.
+    """The ROC curve with OOD as the positive class, thinned to about so many points as a picture can show.
 
     Returns:
         False and true positive rates, each of shape (P,), from (0, 0) to (1, 1).
@@ -221,9 +192,9 @@ def roc_points(id_scores: np.ndarray, ood_scores: np.ndarray, points: int = 400)
 
 def set_colours(distances: Mapping[str, str]) -> dict[str, str]:
     """A colour for every OOD set, warm for near and cold for far; they repeat after three of a kind."""
-    colours, used = {}, dict.fromkeys(DISTANCE_COLOURS, 0)
+    colours, used = {}, dict.fromkeys(style.DISTANCE_COLOURS, 0)
     for name, distance in distances.items():
-        choices = DISTANCE_COLOURS[distance]
+        choices = style.DISTANCE_COLOURS[distance]
         colours[name] = choices[used[distance] % len(choices)]
         used[distance] += 1
     return colours
@@ -235,7 +206,7 @@ def _near_first(distances: Mapping[str, str]) -> list[str]:
 
 def _heading(figure: Figure, title: str) -> None:
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=style.TITLE)
 
 
 def _detector_axis(axes: Axes, detectors: Sequence[str]) -> None:
@@ -243,7 +214,7 @@ def _detector_axis(axes: Axes, detectors: Sequence[str]) -> None:
     axes.set_yticks([-place for place in range(len(detectors))], [label(name) for name in detectors])
     axes.set_ylim(-len(detectors) + 0.4, 0.6)
     axes.tick_params(axis="y", length=0)
-    quiet_grid(axes, axis="x")
+    style.quiet_grid(axes, axis="x")
 
 
 def _edges(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -259,11 +230,11 @@ def _edges(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 def _rank_labels(axes: Axes, entries: Sequence[tuple[float, str, dict[str, Any]]]) -> None:
     """Names below the diagonal, the best on top, each with a piece of its line."""
-    for place, (value, name, style) in enumerate(entries):
+    for place, (value, name, look) in enumerate(entries):
         height = 0.05 + 0.058 * place
-        axes.plot([0.42, 0.50], [height, height], **style)
+        axes.plot([0.42, 0.50], [height, height], **look)
         text = name if math.isnan(value) else f"{name}  {100 * value:.1f}"
-        axes.text(0.52, height, text, va="center", fontsize=SMALL, color=str(style["color"]))
+        axes.text(0.52, height, text, va="center", fontsize=style.SMALL, color=str(look["color"]))
 
 
 def _curve_labels(axes: Axes, curves: Sequence[tuple[str, str, np.ndarray]], edges: np.ndarray) -> None:
@@ -297,7 +268,7 @@ def _curve_labels(axes: Axes, curves: Sequence[tuple[str, str, np.ndarray]], edg
                 found.append((y - 1.5 * float(heights[place]), x, y))
         _, x, y = min(found)
         placed.append((x, y, half))
-        text = axes.text(x, y, name, color=tint, ha="center", va="bottom", fontsize=SMALL - 1, fontweight="bold")
-        outline(text)
+        text = axes.text(x, y, name, color=tint, ha="center", va="bottom", fontsize=style.SMALL - 1, fontweight="bold")
+        style.outline(text)
     axes.set_ylim(0, max(level for _, level, _ in placed) + 1.3 * line)
     axes.set_xlim(float(edges[0]), float(edges[-1]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import product
 from zlib import crc32
 
 #: Okabe and Ito's colours, which people with any kind of colour vision tell apart
@@ -31,93 +30,67 @@ SUMMARY = "study.json"
 #: detectors of this package; the others come from pytorch-ood or from the user
 OURS = ("rmd", "mahalanobis", "marginal", "partial", "flow_likelihood", "relative_flow")
 
-LABELS = {
-    "rmd": "RMD",
-    "mahalanobis": "MD",
-    "marginal": "MMD",
-    "partial": "PMD",
-    "flow_likelihood": "Flow",
-    "relative_flow": "Relative flow",
-    "framework_rmd": "RMD (pytorch-ood)",
-    "framework_mahalanobis": "MD (pytorch-ood)",
-    "msp": "MSP",
-    "temperature_scaling": "Temperature scaling",
-    "max_logit": "MaxLogit",
-    "energy": "Energy",
-    "entropy": "Entropy",
-    "gen": "GEN",
-    "kl_matching": "KL matching",
-    "openmax": "OpenMax",
-    "weighted_energy": "Weighted energy",
-    "knn": "KNN",
-    "vim": "ViM",
-    "she": "SHE",
-    "fdbd": "fDBD",
-    "nnguide": "NNGuide",
-    "nci": "NCI",
-    "gmm": "GMM",
-    "pnml": "pNML",
-    "dice": "DICE",
-    "lts": "LTS",
-    "react": "ReAct",
-    "ash": "ASH",
-    "scale": "SCALE",
-    "vra": "VRA",
-    "rankfeat": "RankFeat",
-    "gradnorm": "GradNorm",
-    "grad_uncertainty": "GradUncertainty",
-    "nac": "NAC",
-    "odin": "ODIN",
-    "mahalanobis_odin": "MD + ODIN",
-    "mcd": "MC dropout",
-    "mcm": "MCM",
-    "gram": "Gram",
-    "multi_mahalanobis": "MD (all layers)",
+#: detector -> name for readers, colour, number of its dash: the same everywhere, and no two share colour and dash.
+#: Those often shown together differ in colour; blue and vermilion otherwise stand for detectors seldom shown.
+_TABLE = {
+    "rmd": ("RMD", "blue", 0),
+    "mahalanobis": ("MD", "vermilion", 0),
+    "marginal": ("MMD", "purple", 0),
+    "partial": ("PMD", "orange", 0),
+    "flow_likelihood": ("Flow", "orange", 1),
+    "relative_flow": ("Relative flow", "sky", 1),
+    "framework_rmd": ("RMD (pytorch-ood)", "blue", 1),
+    "framework_mahalanobis": ("MD (pytorch-ood)", "vermilion", 1),
+    "msp": ("MSP", "green", 0),
+    "temperature_scaling": ("Temperature scaling", "black", 2),
+    "max_logit": ("MaxLogit", "green", 1),
+    "energy": ("Energy", "black", 1),
+    "entropy": ("Entropy", "purple", 1),
+    "gen": ("GEN", "sky", 2),
+    "kl_matching": ("KL matching", "purple", 2),
+    "openmax": ("OpenMax", "orange", 2),
+    "weighted_energy": ("Weighted energy", "green", 2),
+    "knn": ("KNN", "black", 0),
+    "vim": ("ViM", "sky", 0),
+    "she": ("SHE", "black", 3),
+    "fdbd": ("fDBD", "sky", 3),
+    "nnguide": ("NNGuide", "purple", 3),
+    "nci": ("NCI", "orange", 3),
+    "gmm": ("GMM", "green", 3),
+    "pnml": ("pNML", "black", 4),
+    "dice": ("DICE", "sky", 4),
+    "lts": ("LTS", "purple", 4),
+    "react": ("ReAct", "orange", 4),
+    "ash": ("ASH", "green", 4),
+    "scale": ("SCALE", "black", 5),
+    "vra": ("VRA", "sky", 5),
+    "rankfeat": ("RankFeat", "purple", 5),
+    "gradnorm": ("GradNorm", "orange", 5),
+    "grad_uncertainty": ("GradUncertainty", "green", 5),
+    "nac": ("NAC", "vermilion", 2),
+    "odin": ("ODIN", "blue", 2),
+    "mahalanobis_odin": ("MD + ODIN", "vermilion", 3),
+    "mcd": ("MC dropout", "blue", 3),
+    "mcm": ("MCM", "vermilion", 4),
+    "gram": ("Gram", "blue", 4),
+    "multi_mahalanobis": ("MD (all layers)", "vermilion", 5),
 }
+LABELS = {detector: name for detector, (name, _, _) in _TABLE.items()}
 
 
 def label(detector: str) -> str:
-    """Name of a detector for readers; one that is not known keeps its own."""
+    """Name of a detector for readers; one that is not in the table keeps its own."""
     return LABELS.get(detector, detector)
-
-
-#: detectors that are often shown together, so that their colours differ; the number is that of the dash
-_FIXED = {
-    "rmd": ("blue", 0),
-    "mahalanobis": ("vermilion", 0),
-    "msp": ("green", 0),
-    "marginal": ("purple", 0),
-    "partial": ("orange", 0),
-    "relative_flow": ("sky", 0),
-    "knn": ("black", 0),
-    "flow_likelihood": ("orange", 1),
-    "framework_rmd": ("blue", 1),
-    "framework_mahalanobis": ("vermilion", 1),
-    "vim": ("purple", 1),
-    "energy": ("sky", 1),
-    "max_logit": ("black", 1),
-    "entropy": ("green", 1),
-}
-
-
-def _styles() -> dict[str, tuple[str, Dash]]:
-    fixed = {name: (PALETTE[colour], DASHES[dash]) for name, (colour, dash) in _FIXED.items()}
-    # the colours of MD and RMD come last: a line of another detector is seldom taken for theirs
-    pairs = [(colour, dash) for some in (CYCLE[:1:-1], CYCLE[:2]) for dash, colour in product(DASHES, some)]
-    left = [pair for pair in pairs if pair not in fixed.values()]
-    return fixed | dict(zip((name for name in LABELS if name not in fixed), left, strict=False))
-
-
-#: detector -> colour and dash, the same in every figure; no two detectors of this table share both
-STYLES = _styles()
 
 
 def line_style(detector: str) -> tuple[str, Dash]:
     """Colour and dash of a detector; one that is not in the table gets those that its name picks, always the same."""
-    if detector not in STYLES:
-        # the first three colours belong to RMD, MD and MSP
-        return CYCLE[3 + crc32(detector.encode()) % (len(CYCLE) - 3)], DASHES[2 + crc32(detector.encode()[::-1]) % 4]
-    return STYLES[detector]
+    if detector in _TABLE:
+        _, colour, dash = _TABLE[detector]
+        return PALETTE[colour], DASHES[dash]
+    number = crc32(detector.encode())
+    # the first three colours belong to RMD, MD and MSP
+    return CYCLE[3 + number % 4], DASHES[2 + number // 4 % 4]
 
 
 def colour(detector: str) -> str:

@@ -30,14 +30,8 @@ _PANELS = 4
 def write_report(folder: str | os.PathLike[str] | RunFolder, *, output: str | os.PathLike[str] | None = None) -> Path:
     """Draw the page about a run from the files of its folder; those that are missing leave their part out.
 
-    A file that cannot be read is named on the page, and the rest stands.
-
-    Args:
-        folder: folder of the run.
-        output: file to write, by default ``report.html`` in the folder.
-
-    Returns:
-        The file.
+    A file that cannot be read is named on the page, and the rest stands. Without ``output`` it is the folder's
+    ``report.html``.
     """
     run = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     if not run.path.is_dir():
@@ -91,9 +85,6 @@ def render_report(
         versions: what :meth:`RunFolder.write_versions` keeps.
         status: how the run ended.
         problems: what could not be read, one sentence each.
-
-    Returns:
-        The document.
     """
     problems = list(problems)
 

@@ -12,23 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from rmd_plugin.compare.rows import AUROC
+from rmd_plugin.report import style
 from rmd_plugin.report.directions import Directions, Profile
 from rmd_plugin.report.figures import set_colours
 from rmd_plugin.report.names import label
 from rmd_plugin.report.scores import ID
-from rmd_plugin.report.style import (
-    CYCLE,
-    DASHES,
-    ID_COLOUR,
-    QUIET,
-    SMALL,
-    detector_style,
-    house_style,
-    name_ends,
-    new_panels,
-    outline,
-    quiet_grid,
-)
 
 #: name that the monitor gives to the mean over the OOD sets
 MEAN = "mean"
@@ -68,24 +56,24 @@ def epochs_figure(
     sets = history_sets(history, metric) if sets is None else sets
     rows = [row for row in history if row["ood"] in sets and row["metric"] == metric]
     found = list(dict.fromkeys(str(row["detector"]) for row in rows))
-    named = [name for name in (found if detectors is None else detectors) if name in found][: len(CYCLE)]
+    named = [name for name in (found if detectors is None else detectors) if name in found][: len(style.CYCLE)]
     # several validations within an epoch need a finer scale
     points = {(row["epoch"], row["step"]) for row in rows}
     by_epoch = len({epoch for epoch, _ in points}) == len(points)
-    with house_style():
-        figure, grid = new_panels(len(sets), _SIZE, columns=3)
+    with style.house_style():
+        figure, grid = style.new_panels(len(sets), _SIZE, columns=3)
         for axes, ood in zip(grid, sets, strict=True):
             ends = []
             for name in sorted(found, key=lambda name: name in named):
                 mine = [row for row in rows if row["detector"] == name and row["ood"] == ood]
                 x = [row["epoch"] + 1 if by_epoch else row["step"] for row in mine]
                 y = [100 * float(row["value"]) for row in mine]
-                style = detector_style(name) if name in named else {"color": QUIET}
+                look = style.detector_style(name) if name in named else {"color": style.QUIET}
                 # a line through few points shows them; through many they would hide it
-                axes.plot(x, y, marker="o" if len(x) <= 25 else "", markersize=4.5, **style)
+                axes.plot(x, y, marker="o" if len(x) <= 25 else "", markersize=4.5, **look)
                 last = next((value for value in reversed(y) if not math.isnan(value)), math.nan)
                 if name in named and not math.isnan(last):
-                    ends.append((last, label(name), style["color"]))
+                    ends.append((last, label(name), look["color"]))
             axes.margins(x=0.03)
             if by_epoch:
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
@@ -99,21 +87,16 @@ def contributions_figure(
 ) -> Figure:
     """What each direction of a detector adds to its score: mean and [10 %, 90 %] band of each set.
 
-    Where there are near-OOD sets, the far ones are left out.
-
-    Args:
-        profiles: set -> profile of one detector.
-        distances: OOD set -> ``near``, ``far`` or empty, in the order of the rows: gives a set its colour.
-        order: what the directions are ordered by, for the axis.
-        title: heading.
+    Where there are near-OOD sets, the far ones are left out. A set has the colour that ``distances``, in the order of
+    the rows, give it; ``order`` says on the axis what the directions are ordered by.
     """
     colours = set_colours({name: distances.get(name, "") for name in {**distances, **profiles} if name != ID})
-    colours[ID] = ID_COLOUR
+    colours[ID] = style.ID_COLOUR
     # far-OOD contributions are often a hundred times larger and would flatten what is of interest
     near = [name for name in profiles if distances.get(name) == "near"]
     profiles = {name: profiles[name] for name in [ID, *(near or [name for name in profiles if name != ID])]}
-    with house_style():
-        figure, (axes,) = new_panels(1, _SIZE)
+    with style.house_style():
+        figure, (axes,) = style.new_panels(1, _SIZE)
         ends = []
         for name, profile in profiles.items():
             x = np.arange(1, len(profile.mean) + 1)
@@ -121,7 +104,7 @@ def contributions_figure(
             axes.plot(x, profile.mean, color=colours[name], marker="o" if len(x) <= 12 else "", markersize=5)
             ends.append((float(profile.mean[-1]), "in-distribution" if name == ID else name, colours[name]))
         _direction_axis(axes, len(profiles[ID].mean))
-        axes.axhline(0, color=QUIET, linewidth=1.0)
+        axes.axhline(0, color=style.QUIET, linewidth=1.0)
         axes.set_ylim(*_limits(profiles))
         _finish(axes, f"direction, {order}" if order else "direction", "contribution to the score", title, ends)
     return figure
@@ -131,32 +114,27 @@ def partial_sums_figure(directions: Directions, ood: str, *, title: str = "") ->
     """AUROC on one OOD set when only the first d directions count, one line per detector.
 
     The nearest class is that of the whole score; the last point of a line is the detector's AUROC.
-
-    Args:
-        directions: detector -> set -> profile.
-        ood: the OOD set.
-        title: heading.
     """
     found = {name: 100 * sets[ood].auroc for name, sets in directions.items() if ood in sets}
     widest = max(map(len, found.values()))
-    with house_style():
-        figure, (axes,) = new_panels(1, _SIZE)
+    with style.house_style():
+        figure, (axes,) = style.new_panels(1, _SIZE)
         ends = []
         for name, y in found.items():
-            style = detector_style(name)
-            axes.plot(np.arange(1, len(y) + 1), y, **style)
+            look = style.detector_style(name)
+            axes.plot(np.arange(1, len(y) + 1), y, **look)
             # RMD has fewer directions than MD: mark where a line ends and its detector stands
-            axes.plot(len(y), y[-1], "o", color=style["color"], markersize=7)
+            axes.plot(len(y), y[-1], "o", color=look["color"], markersize=7)
             if len(y) == widest:
-                ends.append((float(y[-1]), label(name), style["color"]))
+                ends.append((float(y[-1]), label(name), look["color"]))
             else:
                 text = axes.annotate(label(name), (len(y), y[-1]), (8, 0), textcoords="offset points", va="center")
-                text.set(color=style["color"], fontsize=SMALL, fontweight="bold")
-                outline(text)
+                text.set(color=look["color"], fontsize=style.SMALL, fontweight="bold")
+                style.outline(text)
         _direction_axis(axes, widest)
         low, high = axes.get_ylim()
         if low < 50 < high:
-            axes.axhline(50, color=QUIET, linewidth=1.0, linestyle=DASHES[2])
+            axes.axhline(50, color=style.QUIET, linewidth=1.0, linestyle=style.DASHES[2])
         _finish(axes, "directions that count, from the first", "AUROC (%)", title, ends)
     return figure
 
@@ -164,10 +142,10 @@ def partial_sums_figure(directions: Directions, ood: str, *, title: str = "") ->
 def _finish(axes: Axes, x: str, y: str, title: str, ends: Sequence[tuple[float, str, str]]) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    quiet_grid(axes, axis="y")
-    name_ends(axes, ends)
+    style.quiet_grid(axes, axis="y")
+    style.name_ends(axes, ends)
     if title:
-        axes.set_title(title, fontsize=SMALL + 2)
+        axes.set_title(title, fontsize=style.SMALL + 2)
 
 
 def _direction_axis(axes: Axes, count: int) -> None:

@@ -5,6 +5,7 @@ Every report is drawn from these files alone. Nothing here imports torch, so tha
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  a sweep is summarised at exit, when pandas can no longer import this
 import csv
 import json
 import math
@@ -25,24 +26,15 @@ from rmd_plugin.report.directions import Profile, read_directions, write_directi
 from rmd_plugin.report.provenance import collect_versions, current_command
 from rmd_plugin.report.scores import read_scores, write_scores
 
-#: the resolved config, which a run can be repeated from
-CONFIG = "config.yaml"
-#: the results, one number per line: a run that is repeated gives the same bytes
-ROWS = "rows.csv"
-#: how long everything took, as rows too, but never the same twice
-TIMINGS = "timings.csv"
-#: command, versions of python and of the packages, commit, platform
-VERSIONS = "versions.json"
-#: how the run ended
-STATUS = "status.json"
-#: what ``OODMonitor`` saw in every epoch
-HISTORY = "history.csv"
-#: scores of every detector on every set
-SCORES = "scores.npz"
-#: contributions along the directions of a detector, summarised
-DIRECTIONS = "directions.npz"
-#: the page about the run
-REPORT = "report.html"
+CONFIG = "config.yaml"  # resolved: a run can be repeated from it
+ROWS = "rows.csv"  # the results, one number per line: a run that is repeated gives the same bytes
+TIMINGS = "timings.csv"  # how long everything took, as rows too, but never the same twice
+VERSIONS = "versions.json"  # command, versions of python and of the packages, commit, platform
+STATUS = "status.json"  # how the run ended
+HISTORY = "history.csv"  # what OODMonitor saw in every epoch
+SCORES = "scores.npz"  # of every detector on every set
+DIRECTIONS = "directions.npz"  # contributions along the directions of a detector, summarised
+REPORT = "report.html"  # the page about the run
 
 State = Literal["running", "done", "failed", "interrupted"]
 Identity = Mapping[str, str | int]
@@ -149,9 +141,6 @@ class RunFolder:
             config: see :meth:`write_config`; None writes none.
             about: ``benchmark``, ``backbone`` and ``seed``, by which a run that gave no rows is known in a report.
             command: the command, by default :func:`current_command`.
-
-        Yields:
-            This folder.
         """
         self.start(config=config, about=about, command=command)
         try:
@@ -289,7 +278,7 @@ class RunFolder:
             raise RunFolderError(f"{path} does not hold a history: {describe_error(error)}") from error
 
     def write_scores(self, scores: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Write scores: detector -> set -> array of shape (N,). See :mod:`rmd_plugin.report.scores`."""
+        """Write scores: detector -> set -> array of shape (N,)."""
         self._make()
         write_scores(scores, self.file(SCORES))
 
@@ -300,9 +289,7 @@ class RunFolder:
     def write_directions(self, contributions: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Write what the directions of a detector contribute, summarised over the samples.
 
-        Args:
-            contributions: detector -> set (``test`` is the in-distribution one) -> terms of shape (N, r), as
-                ``detector.contributions(z)`` gives them.
+        ``contributions``: detector -> set -> terms of shape (N, r), as ``detector.contributions(z)`` gives them.
         """
         self._make()
         write_directions(contributions, self.file(DIRECTIONS))

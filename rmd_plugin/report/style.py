@@ -102,7 +102,7 @@ def outline(text: Text) -> None:
 
 
 def name_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Names to the right of the panel, each at the height of its line's end, moved apart where they would meet.
+    """Names to the right of the panel, at the heights of their lines' ends, moved apart where they would meet.
 
     Args:
         axes: the panel.
@@ -146,15 +146,9 @@ def save_figure(
 def publish(
     figures: Mapping[str, Figure], folder: Path | None, loggers: Sequence[Any], *, prefix: str, step: int
 ) -> None:
-    """Write figures to a folder and hand them to loggers.
+    """Write figures as ``<name>.png`` to a folder, if there is one, and hand them to loggers as ``<prefix>/<name>``.
 
-    Args:
-        figures: by name.
-        folder: where ``<name>.png`` is written, None for nowhere.
-        loggers: Lightning loggers with ``log_image`` (Weights & Biases), or whose experiment has ``add_figure``
-            (TensorBoard).
-        prefix: before the name in the loggers.
-        step: of the training.
+    Loggers have ``log_image`` (Weights & Biases), or an experiment with ``add_figure`` (TensorBoard).
     """
     for name, figure in figures.items():
         if folder is not None:

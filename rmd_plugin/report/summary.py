@@ -32,15 +32,7 @@ _CSV_COLUMNS = [
 
 
 def write_summary(summary: Summary, folder: str | os.PathLike[str]) -> list[Path]:
-    """Write a summary in every format.
-
-    Args:
-        summary: the summary.
-        folder: where to; it is made if it is not there.
-
-    Returns:
-        The files, the page first.
-    """
+    """Write a summary in every format to a folder, and return the files, the page first."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     tables = summary_tables(summary, base=target)

@@ -7,26 +7,20 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from rmd_plugin.compare.rows import ACCURACY, SECONDS
 from rmd_plugin.report.aggregate import FAR, GROUP, NEAR, Difference, Estimate, Group, Summary, estimate
 from rmd_plugin.report.gather import Outcome, Run
 from rmd_plugin.report.names import label
-from rmd_plugin.report.table import Cell, Column, Table
+from rmd_plugin.report.table import Cell, Column, DetectorTable, Table, number_cells
 
-_MISSING = Cell("–")
 #: more groups than this do not stand side by side in one table
 _WIDEST = 6
 
 
 def summary_tables(summary: Summary, *, base: Path | None = None) -> list[Table]:
-    """All tables: the overall ones, one per group where that says more, and the runs that gave no numbers.
-
-    Args:
-        summary: the summary.
-        base: folder that paths of runs are shown relative to.
-    """
+    """All tables: the overall ones, one per group where that says more, and the runs that gave no numbers."""
     missing = [run for run in summary.runs if run.outcome != "done"]
     last = [runs_table(missing, title="Runs without results", base=base)] if missing else []
     return [*overall_tables(summary), *group_tables(summary), *last]
@@ -35,11 +29,7 @@ def summary_tables(summary: Summary, *, base: Path | None = None) -> list[Table]
 def overall_tables(summary: Summary, *, columns: int = _WIDEST) -> list[Table]:
     """Detectors x groups: mean ± standard deviation over the seeds, mean rank, difference to the reference.
 
-    With many groups the overall table has only the last two, and the groups come before it, some at a time.
-
-    Args:
-        summary: the summary.
-        columns: at most so many groups side by side.
+    With more groups than ``columns`` they come so many at a time, and the last two in a table of their own.
     """
     groups = list(summary.groups)
     if not groups:
@@ -72,28 +62,31 @@ def _folded_width(table: Table) -> int:
 
 
 def _detector_table(summary: Summary, detectors: Sequence[str], groups: Sequence[Group], *, overall: bool) -> Table:
-    columns, cells = [Column("Detector", "left")], [[Cell(label(name)) for name in detectors]]
+    table = DetectorTable(detectors)
     for group in groups:
         judged = "" if summary.which(group) == NEAR else ", all sets"
-        columns.append(Column(group.benchmark, detail=f"({', '.join(filter(None, group[1:]))}{judged})"))
-        cells.append(_estimates(summary, [summary.estimate(group, name) for name in detectors]))
-    if overall and len(summary.groups) > 1:
-        places = {name: summary.mean_rank(name) for name in detectors}
-        best = min((place for place, _ in places.values()), default=math.nan)
-        columns.append(Column("mean rank"))
-        cells.append([_rank_cell(*places[name], len(summary.groups), best) for name in detectors])
+        column = Column(group.benchmark, detail=f"({', '.join(filter(None, group[1:]))}{judged})")
+        table.add(column, _estimates(summary, [summary.estimate(group, name) for name in detectors]))
+    count = len(summary.groups)
+    if overall and count > 1:
+        places = [summary.mean_rank(name) for name in detectors]
+        details = ["" if found == count else f"(in {found} of {count})" for _, found in places]
+        cells = number_cells([place for place, _ in places], "{:.2f}".format, details, best="lowest")
+        table.add(Column("mean rank"), cells)
     notes = []
+    if overall and summary.reference in detectors:
+        differences = [summary.difference(name) for name in detectors]
+        table.add(
+            Column(f"to {label(summary.reference)}", detail="(paired)"), _differences(summary, detectors, differences)
+        )
+        notes += _difference_notes(
+            summary, [d for d, name in zip(differences, detectors, strict=True) if name != summary.reference]
+        )
+    elif overall:
+        notes.append(f"No difference: no run has the reference detector {label(summary.reference)}.")
     if overall:
-        differences = {name: summary.difference(name) for name in detectors if name != summary.reference}
-        if summary.reference in detectors:
-            columns.append(Column(f"to {label(summary.reference)}", detail="(paired)"))
-            cells.append([_difference_cell(summary, differences.get(name)) for name in detectors])
-            notes += _difference_notes(summary, differences.values())
-        else:
-            notes.append(f"No difference: no run has the reference detector {label(summary.reference)}.")
         notes += [*_seed_notes(summary), *_failed_detectors(summary), *_missing_runs(summary), *summary.notes]
-    title = _title(summary) if groups else f"{summary.metric} over all {len(summary.groups)} columns above"
-    return Table(columns, list(zip(*cells, strict=True)), title=title, notes=notes)
+    return table.finish(_title(summary) if groups else f"{summary.metric} over all {count} columns above", notes)
 
 
 def group_tables(summary: Summary) -> list[Table]:
@@ -105,27 +98,29 @@ def _group_table(summary: Summary, group: Group) -> Table:
     sets = summary.sets(group)
     places = summary.ranks(group)
     detectors = sorted(places, key=lambda name: places[name])
-    columns, cells = [Column("Detector", "left")], [[Cell(label(name)) for name in detectors]]
+    table = DetectorTable(detectors)
     for ood, distance in sets.items():
-        columns.append(Column(ood, detail=f"({distance})" if distance else ""))
-        cells.append(_estimates(summary, [summary.estimate(group, name, ood=ood) for name in detectors]))
+        found = [summary.estimate(group, name, ood=ood) for name in detectors]
+        table.add(Column(ood, detail=f"({distance})" if distance else ""), _estimates(summary, found))
     for which in (NEAR, FAR):
         if list(sets.values()).count(which) > 1:
-            columns.append(Column(f"{which} mean"))
-            cells.append(_estimates(summary, [summary.estimate(group, name, which) for name in detectors]))
+            found = [summary.estimate(group, name, which) for name in detectors]
+            table.add(Column(f"{which} mean"), _estimates(summary, found))
     if summary.reference in detectors and len(detectors) > 1:
         judged = "near" if summary.which(group) == NEAR else "all sets"
-        columns.append(Column(f"to {label(summary.reference)}", detail=f"({judged})"))
-        others = {name: summary.difference(name, [group]) for name in detectors if name != summary.reference}
-        cells.append([_difference_cell(summary, others.get(name)) for name in detectors])
+        differences = [summary.difference(name, [group]) for name in detectors]
+        table.add(
+            Column(f"to {label(summary.reference)}", detail=f"({judged})"),
+            _differences(summary, detectors, differences),
+        )
     notes = []
     rows = summary.rows[(summary.rows[GROUP] == list(group)).all(axis=1)]
     accuracy = rows[(rows["metric"] == ACCURACY) & (rows["detector"] == "") & (rows["status"] == "ok")]["value"]
     if len(accuracy):
-        found = estimate(accuracy.tolist())
-        notes.append(f"Accuracy on the in-distribution test set: {100 * found.mean:.2f}{_spread(100, found)} %.")
-    title = f"{group}: {summary.metric}{_unit(summary)}, {_seeds(summary.groups[group])}"
-    return Table(columns, list(zip(*cells, strict=True)), title=title, notes=notes)
+        item = estimate(accuracy.tolist())
+        spread = "" if math.isnan(item.deviation) else f" ± {100 * item.deviation:.2f}"
+        notes.append(f"Accuracy on the in-distribution test set: {100 * item.mean:.2f}{spread} %.")
+    return table.finish(f"{group}: {summary.metric}{_unit(summary)}, {_seeds(summary.groups[group])}", notes)
 
 
 def runs_table(runs: Sequence[Run], *, title: str = "Runs", base: Path | None = None) -> Table:
@@ -149,39 +144,25 @@ def count_outcomes(runs: Iterable[Run]) -> str:
 # -- cells and notes --------------------------------------------------------------------------------------------------
 
 
-def _estimates(summary: Summary, found: Sequence[Estimate]) -> list[Cell]:
-    texts = ["" if math.isnan(item.mean) else _number(summary, item.mean) for item in found]
-    numbers = [item.mean for item in found if not math.isnan(item.mean)]
-    best = _number(summary, min(numbers) if summary.lower else max(numbers)) if len(numbers) > 1 else None
-    scale = 1 if summary.metric in SECONDS else 100
-    return [
-        Cell(text, bold=text == best, detail=_spread(scale, item).strip()) if text else _MISSING
-        for text, item in zip(texts, found, strict=True)
-    ]
-
-
-def _number(summary: Summary, value: float) -> str:
-    return f"{value:.3f}" if summary.metric in SECONDS else f"{100 * value:.2f}"
-
-
-def _spread(scale: float, item: Estimate) -> str:
-    return "" if math.isnan(item.deviation) else f" ± {scale * item.deviation:.{3 if scale == 1 else 2}f}"
-
-
-def _rank_cell(place: float, count: int, groups: int, best: float) -> Cell:
-    return Cell(f"{place:.2f}", bold=place == best, detail="" if count == groups else f"(in {count} of {groups})")
-
-
-def _difference_cell(summary: Summary, item: Difference | None) -> Cell:
-    if item is None or math.isnan(item.value):
-        return _MISSING
+def _number(summary: Summary, value: float, sign: str = "") -> str:
     scale, digits = (1, 3) if summary.metric in SECONDS else (100, 2)
+    return f"{scale * value:{sign}.{digits}f}".replace("-", "−")
 
+
+def _estimates(summary: Summary, found: Sequence[Estimate]) -> list[Cell]:
+    spreads = ["" if math.isnan(item.deviation) else f"± {_number(summary, item.deviation)}" for item in found]
+    best: Literal["lowest", "highest"] = "lowest" if summary.lower else "highest"
+    return number_cells([item.mean for item in found], lambda value: _number(summary, value), spreads, best=best)
+
+
+def _differences(summary: Summary, detectors: Sequence[str], found: Sequence[Difference]) -> list[Cell]:
     def signed(value: float) -> str:
-        return f"{scale * value:+.{digits}f}".replace("-", "−")
+        return _number(summary, value, "+")
 
-    detail = "" if math.isnan(item.low) else f"[{signed(item.low)}, {signed(item.high)}]"
-    return Cell(signed(item.value), detail=detail)
+    details = ["" if math.isnan(item.low) else f"[{signed(item.low)}, {signed(item.high)}]" for item in found]
+    # the reference itself has no difference
+    values = [math.nan if n == summary.reference else d.value for n, d in zip(detectors, found, strict=True)]
+    return number_cells(values, signed, details)
 
 
 def _title(summary: Summary) -> str:

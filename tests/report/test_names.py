@@ -1,10 +1,9 @@
 from rmd_plugin.report import style
-from rmd_plugin.report.names import CYCLE, LABELS, PALETTE, STYLES, colour, label
+from rmd_plugin.report.names import CYCLE, LABELS, PALETTE, colour, label, line_style
 
 
 def test_every_detector_has_a_look_of_its_own_and_the_papers_three_their_colours():
-    assert set(STYLES) == set(LABELS)
-    assert len(set(STYLES.values())) == len(STYLES)
+    assert len({line_style(name) for name in LABELS}) == len(LABELS)
     assert [colour(name) for name in ("rmd", "mahalanobis", "msp")] == [
         PALETTE[name] for name in ("blue", "vermilion", "green")
     ]
