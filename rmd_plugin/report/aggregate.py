@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import pandas as pd
+import pandas as pd  # type: ignore[import-untyped]
 
 from rmd_plugin.compare.rows import AUROC, COLUMNS, FPR95, SECONDS, mean
 from rmd_plugin.report.gather import Run
@@ -35,7 +35,8 @@ class Group(NamedTuple):
 GROUP = list(Group._fields)
 
 
-class Estimate(NamedTuple):
+@dataclass(frozen=True)
+class Estimate:
     """Mean and sample standard deviation over so many runs; NaN for none, and for fewer than two."""
 
     mean: float

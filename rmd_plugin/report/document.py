@@ -5,15 +5,12 @@ from __future__ import annotations
 import base64
 import functools
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from matplotlib.figure import Figure
-
-    from rmd_plugin.report.table import Table
 
 
 @dataclass(frozen=True)
@@ -24,17 +21,6 @@ class Picture:
     alt: str
     width: int
     height: int
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of a page: heading, text, tables, and pictures side by side where there is room."""
-
-    heading: str
-    text: str = ""
-    tables: Sequence[Table] = ()
-    pictures: Sequence[Picture] = ()
-    wide: bool = False
 
 
 def render(template: str, **content: Any) -> str:

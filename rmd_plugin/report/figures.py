@@ -87,7 +87,7 @@ def roc_figure(
             for detector in sorted(scores, key=lambda name: name in named):
                 if name not in scores[detector]:
                     continue
-                look = {"color": "#DADADA", "linewidth": 1.0}
+                look: dict[str, Any] = {"color": "#DADADA", "linewidth": 1.0}
                 if detector in named:
                     look = style.detector_style(detector)
                     entries.append((values.get(detector, math.nan), label(detector), look))

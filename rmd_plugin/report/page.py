@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rmd_plugin.atomic import replacing
 from rmd_plugin.compare.rows import ACCURACY, AUROC, Row, select
 from rmd_plugin.report.directions import Directions
-from rmd_plugin.report.document import Section, picture, render
+from rmd_plugin.report.document import Picture, picture, render
 from rmd_plugin.report.figures import choose_detectors, histogram_figure
 from rmd_plugin.report.names import OURS, label
 from rmd_plugin.report.run_figures import MEAN, contributions_figure, epochs_figure, history_sets, partial_sums_figure
@@ -28,12 +28,21 @@ _PANELS = 4
 
 
 def write_report(folder: str | os.PathLike[str] | RunFolder, *, output: str | os.PathLike[str] | None = None) -> Path:
-    """Draw the page about a run from the files of its folder; those that are missing leave their part out.
-
-    A file that cannot be read is named on the page, and the rest stands. Without ``output`` it is the folder's
-    ``report.html``.
-    """
+    """Write the page about a run, by default to ``report.html`` in its folder. See :func:`render_report`."""
     run = folder if isinstance(folder, RunFolder) else RunFolder(folder)
+    page = render_report(run)
+    path = Path(output) if output is not None else run.file(REPORT)
+    with replacing(path) as file:
+        file.write(page)
+    return path
+
+
+def render_report(run: RunFolder) -> str:
+    """The page about a run as HTML, self-contained, without script: drawn from the files of its folder alone.
+
+    Files that are missing leave their part out. One that cannot be read is named on the page, and so is a part that
+    cannot be drawn: a report comes after hours of training, and the rest must stand.
+    """
     if not run.path.is_dir():
         raise FileNotFoundError(f"{run.path} is not a folder. Give the output folder of a run.")
     problems: list[str] = []
@@ -47,95 +56,37 @@ def write_report(folder: str | os.PathLike[str] | RunFolder, *, output: str | os
             problems.append(str(error))
             return None
 
-    page = render_report(
-        read(run.read_rows) or [],
-        scores=read(run.read_scores),
-        history=read(run.read_history) or [],
-        directions=read(run.read_directions),
-        config=read(lambda: run.read_text(CONFIG)) or "",
-        versions=read(run.read_versions),
-        status=read(run.read_status),
-        problems=problems,
-    )
-    path = Path(output) if output is not None else run.file(REPORT)
-    with replacing(path) as file:
-        file.write(page)
-    return path
-
-
-def render_report(
-    rows: Sequence[Row],
-    *,
-    scores: Scores | None = None,
-    history: Sequence[Mapping[str, Any]] = (),
-    directions: Directions | None = None,
-    config: str = "",
-    versions: Mapping[str, Any] | None = None,
-    status: RunStatus | None = None,
-    problems: Sequence[str] = (),
-) -> str:
-    """The page about one run as HTML: self-contained, without script.
-
-    Args:
-        rows: results of one benchmark, backbone and seed.
-        scores: detector -> set -> scores of shape (N,).
-        history: rows of ``OODMonitor.history``.
-        directions: detector -> set -> profile of its directions.
-        config: the resolved config as YAML.
-        versions: what :meth:`RunFolder.write_versions` keeps.
-        status: how the run ended.
-        problems: what could not be read, one sentence each.
-    """
-    problems = list(problems)
-
-    def part(draw: Callable[[], T]) -> T | None:
-        # a report comes after hours of training: a part that cannot be drawn must not take the others with it
+    def part(draw: Callable[..., T], *arguments: Any) -> T | None:
         try:
-            return draw()
+            return draw(*arguments)
         except Exception as error:
             problems.append(f"A part of this page could not be drawn. {describe_error(error)}")
             return None
 
-    title, lead = _title(rows, status)
-    tiles = part(lambda: _key_figures(rows, status)) or []
-    sections = [
-        part(lambda: _tables(rows)),
-        part(lambda: _over_training(rows, history)),
-        part(lambda: _histograms(rows, scores or {})),
-        part(lambda: _directions(rows, directions or {})),
-    ]
-    state, notices = status.state if status is not None else "", list(dict.fromkeys(problems))
-    if state == "interrupted":
-        notices.insert(0, "This run was interrupted: the page shows what was done until then.")
-    return render(
-        "report.html",
-        tab=f"{title}: near-OOD detection",
-        title=title,
-        lead=lead,
-        errors=[f"This run failed. {status.reason}"] if status is not None and state == "failed" else [],
-        notices=notices,
-        tiles=tiles,
-        sections=[section for section in sections if section is not None],
-        command=(versions or {}).get("command", ""),
-        versions=_versions(versions or {}),
-        config=config.rstrip(),
-    )
-
-
-def _title(rows: Sequence[Row], status: RunStatus | None) -> tuple[str, str]:
+    rows, status, versions = read(run.read_rows) or [], read(run.read_status), read(run.read_versions) or {}
+    scores, directions, history = read(run.read_scores), read(run.read_directions), read(run.read_history)
+    config = read(lambda: run.read_text(CONFIG)) or ""
     about = dict(status.about) if status is not None else {}
 
     def names(attribute: str) -> str:
         found = ", ".join(map(str, dict.fromkeys(getattr(row, attribute) for row in rows)))
         return found or str(about.get(attribute, ""))
 
-    title = ", ".join(filter(None, (names("benchmark"), names("backbone")))) or "A run without results"
-    parts = ["Out-of-distribution detection"]
-    if names("seed"):
-        parts.append(f"seed {names('seed')}")
-    if status is not None and status.started:
-        parts.append(f"started {status.started[:16].replace('T', ' ')}")
-    return title, " · ".join(parts)
+    return render(
+        "report.html",
+        title=", ".join(filter(None, (names("benchmark"), names("backbone")))) or "A run without results",
+        seed=names("seed"),
+        status=status,
+        tiles=part(_key_figures, rows, status),
+        tables=part(lambda: [table for table in comparison_tables(rows) if table.rows or table.notes]),
+        epochs=part(_epochs, rows, history or []),
+        histograms=part(_histograms, rows, scores or {}),
+        directions=part(_directions, rows, directions or {}),
+        problems=problems,  # of the parts above, too
+        command=versions.get("command", ""),
+        versions=_versions(versions),
+        config=config.rstrip(),
+    )
 
 
 def _key_figures(rows: Sequence[Row], status: RunStatus | None) -> list[tuple[str, str, str]]:
@@ -162,44 +113,30 @@ def _key_figures(rows: Sequence[Row], status: RunStatus | None) -> list[tuple[st
     return items
 
 
-def _tables(rows: Sequence[Row]) -> Section:
-    tables = [table for table in comparison_tables(rows) if table.rows or table.notes]
-    if not tables:
-        return Section("Detectors", "No detector was compared in this run.")
-    text = "Ordered by the mean over the near-OOD sets where there are any. The best number of a column is bold."
-    return Section("Detectors", text, tables)
-
-
-def _over_training(rows: Sequence[Row], history: Sequence[Mapping[str, Any]]) -> Section | None:
+def _epochs(rows: Sequence[Row], history: Sequence[Mapping[str, Any]]) -> list[Picture]:
     seen = [row for row in history if row["metric"] == AUROC and row["ood"] and row["stage"] == "fit"]
-    if not seen:
-        return None
-    sets, distances = history_sets(seen), ood_sets(rows)
-    titles = {name: "mean over the OOD sets" if name == MEAN else set_title(name, distances) for name in sets}
+    distances = ood_sets(rows)
+    titles = {
+        name: "mean over the OOD sets" if name == MEAN else set_title(name, distances) for name in history_sets(seen)
+    }
     # RMD and MD have a colour in every picture, then the best of the table
     detectors = list(dict.fromkeys([*OURS[:2], *ranking(rows), *(str(row["detector"]) for row in seen)]))
-    pictures = [
+    return [
         picture(epochs_figure(seen, [name], detectors=detectors, titles=titles), f"AUROC over the epochs: {title}")
         for name, title in titles.items()
     ]
-    text = "AUROC on the validation set after each epoch, every detector fitted anew to the features of that epoch."
-    return Section("Over training", text, pictures=pictures, wide=True)
 
 
-def _histograms(rows: Sequence[Row], scores: Scores) -> Section | None:
+def _histograms(rows: Sequence[Row], scores: Scores) -> list[Picture]:
     # scores belong to one comparison
     shown = [name for name in choose_detectors(rows) if name in scores] if _one_comparison(rows) else []
-    pictures = [
+    return [
         picture(histogram_figure(scores, rows, detectors=[name]), f"Histogram of the scores of {label(name)}")
         for name in shown
     ]
-    text = "Scores of the test sets. The less the coloured lines overlap the filled area, the better."
-    return Section("Scores", text, pictures=pictures) if pictures else None
 
 
-def _directions(rows: Sequence[Row], directions: Directions) -> Section | None:
-    if not directions:
-        return None
+def _directions(rows: Sequence[Row], directions: Directions) -> list[Picture]:
     distances = ood_sets(rows)
     pictures = []
     for detector, profiles in directions.items():
@@ -212,12 +149,7 @@ def _directions(rows: Sequence[Row], directions: Directions) -> Section | None:
     for name in sets[:_PANELS]:
         figure = partial_sums_figure(directions, name, title=f"{set_title(name, distances)}: the first directions")
         pictures.append(picture(figure, f"AUROC on {name} from the first directions only"))
-    text = (
-        "A Gaussian score is a sum over directions in feature space. First: the mean that each direction adds, with "
-        "the band from the 10 % to the 90 % quantile; a direction tells OOD samples apart where their line leaves the "
-        "in-distribution band. Then: the AUROC when only the first directions count."
-    )
-    return Section("Where the difference lies", text, pictures=pictures, wide=True)
+    return pictures
 
 
 def _versions(versions: Mapping[str, Any]) -> dict[str, str]:

@@ -127,8 +127,6 @@ class RunFolder:
         except (OSError, RunFolderError):
             return False
 
-    # -- how the run goes ---------------------------------------------------------------------------------------------
-
     @contextmanager
     def running(
         self, *, config: Any = None, about: Identity | None = None, command: str | None = None
@@ -190,8 +188,6 @@ class RunFolder:
             **{name: str(found.get(name, "")) for name in ("reason", "started", "ended", "host")},
         )
 
-    # -- what it was run with -----------------------------------------------------------------------------------------
-
     def write_config(self, config: Any) -> None:
         """Write the config: of OmegaConf (its interpolations are resolved), a plain mapping, or YAML text."""
         if not isinstance(config, str):
@@ -233,14 +229,11 @@ class RunFolder:
         except FileNotFoundError:
             return {}
 
-    # -- what came out ------------------------------------------------------------------------------------------------
-
     def write_rows(self, rows: Iterable[Row]) -> None:
         """Write the results, and apart from them the rows that are times."""
-        self._make()
         rows = list(rows)
-        write_rows((row for row in rows if row.metric not in SECONDS), self.file(ROWS))
-        write_rows((row for row in rows if row.metric in SECONDS), self.file(TIMINGS))
+        write_rows((row for row in rows if row.metric not in SECONDS), self._target(ROWS))
+        write_rows((row for row in rows if row.metric in SECONDS), self._target(TIMINGS))
 
     def read_rows(self) -> list[Row]:
         """The results and the times; empty if there are none yet, RowsError if a file is damaged."""
@@ -252,8 +245,7 @@ class RunFolder:
 
     def write_history(self, history: Iterable[Mapping[str, Any]]) -> None:
         """Write ``OODMonitor.history``: rows with stage, epoch, step, detector, ood, metric and value, and no more."""
-        self._make()
-        with replacing(self.file(HISTORY), newline="") as file:
+        with replacing(self._target(HISTORY), newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(_HISTORY_COLUMNS)
             for row in history:
@@ -279,8 +271,7 @@ class RunFolder:
 
     def write_scores(self, scores: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Write scores: detector -> set -> array of shape (N,)."""
-        self._make()
-        write_scores(scores, self.file(SCORES))
+        write_scores(scores, self._target(SCORES))
 
     def read_scores(self) -> dict[str, dict[str, np.ndarray]]:
         """What :meth:`write_scores` wrote; empty if there is none."""
@@ -291,21 +282,18 @@ class RunFolder:
 
         ``contributions``: detector -> set -> terms of shape (N, r), as ``detector.contributions(z)`` gives them.
         """
-        self._make()
-        write_directions(contributions, self.file(DIRECTIONS))
+        write_directions(contributions, self._target(DIRECTIONS))
 
     def read_directions(self) -> dict[str, dict[str, Profile]]:
         """What :meth:`write_directions` wrote; empty if there is none."""
         return read_directions(self.file(DIRECTIONS)) if self.file(DIRECTIONS).exists() else {}
 
-    # -- files --------------------------------------------------------------------------------------------------------
-
-    def _make(self) -> None:
+    def _target(self, name: str) -> Path:
         self.path.mkdir(parents=True, exist_ok=True)
+        return self.file(name)
 
     def _write_text(self, name: str, text: str) -> None:
-        self._make()
-        with replacing(self.file(name)) as file:
+        with replacing(self._target(name)) as file:
             file.write(text)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pandas as pd
+import pandas as pd  # type: ignore[import-untyped]
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.report.aggregate import ALL, FAR, GROUP, NEAR, Summary
-from rmd_plugin.report.document import Section, picture, render
+from rmd_plugin.report.document import picture, render
 from rmd_plugin.report.names import label
 from rmd_plugin.report.summary_tables import (
     count_outcomes,
@@ -54,31 +54,18 @@ def render_summary(summary: Summary, *, base: Path | None = None) -> str:
     """The summary as one self-contained page without script; paths of runs are shown relative to ``base``."""
     from rmd_plugin.report.figures import difference_figure  # imports matplotlib
 
-    missing = [run for run in summary.runs if run.outcome != "done"]
-    done = [run for run in summary.runs if run.outcome == "done"]
-    sections = []
-    if summary.groups:
-        figure = difference_figure(summary)
-        alt = f"Paired difference of each detector to {label(summary.reference)}, with 95 % interval"
-        pictures = [picture(figure, alt)] if figure is not None else []
-        sections.append(Section("All detectors", "", overall_tables(summary), pictures, wide=True))
-    if each := group_tables(summary):
-        sections.append(Section("Each benchmark", "", each))
-    if missing:
-        sections.append(Section("Runs without results", "", [runs_table(missing, title="", base=base)]))
+    figure = difference_figure(summary)
+    alt = f"Paired difference of each detector to {label(summary.reference)}, with 95 % interval"
     benchmarks = list(dict.fromkeys(group.benchmark for group in summary.groups))
-    title = f"Near-OOD detection on {', '.join(benchmarks)}" if benchmarks else "No results"
-    notice = f"{len(missing)} of {len(summary.runs)} runs gave no results: see the end of the page."
     return render(
         "summary.html",
-        tab=title,
-        title=title,
-        lead=f"Runs: {count_outcomes(summary.runs) or 'none found'}",
-        errors=[],
-        notices=[notice] if missing else [],
-        tiles=[],
-        sections=sections,
-        counted=runs_table(done, base=base),
+        title=f"Near-OOD detection on {', '.join(benchmarks)}" if benchmarks else "No results",
+        counts=count_outcomes(summary.runs),
+        overall=overall_tables(summary),
+        pictures=[picture(figure, alt)] if figure is not None else [],
+        each=group_tables(summary),
+        missing=runs_table([run for run in summary.runs if run.outcome != "done"], title="", base=base),
+        counted=runs_table([run for run in summary.runs if run.outcome == "done"], base=base),
     )
 
 

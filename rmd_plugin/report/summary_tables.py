@@ -75,13 +75,7 @@ def _detector_table(summary: Summary, detectors: Sequence[str], groups: Sequence
         table.add(Column("mean rank"), cells)
     notes = []
     if overall and summary.reference in detectors:
-        differences = [summary.difference(name) for name in detectors]
-        table.add(
-            Column(f"to {label(summary.reference)}", detail="(paired)"), _differences(summary, detectors, differences)
-        )
-        notes += _difference_notes(
-            summary, [d for d, name in zip(differences, detectors, strict=True) if name != summary.reference]
-        )
+        notes += _difference_notes(summary, _add_differences(table, summary, detectors, "paired"))
     elif overall:
         notes.append(f"No difference: no run has the reference detector {label(summary.reference)}.")
     if overall:
@@ -108,11 +102,7 @@ def _group_table(summary: Summary, group: Group) -> Table:
             table.add(Column(f"{which} mean"), _estimates(summary, found))
     if summary.reference in detectors and len(detectors) > 1:
         judged = "near" if summary.which(group) == NEAR else "all sets"
-        differences = [summary.difference(name, [group]) for name in detectors]
-        table.add(
-            Column(f"to {label(summary.reference)}", detail=f"({judged})"),
-            _differences(summary, detectors, differences),
-        )
+        _add_differences(table, summary, detectors, judged, [group])
     notes = []
     rows = summary.rows[(summary.rows[GROUP] == list(group)).all(axis=1)]
     accuracy = rows[(rows["metric"] == ACCURACY) & (rows["detector"] == "") & (rows["status"] == "ok")]["value"]
@@ -155,14 +145,20 @@ def _estimates(summary: Summary, found: Sequence[Estimate]) -> list[Cell]:
     return number_cells([item.mean for item in found], lambda value: _number(summary, value), spreads, best=best)
 
 
-def _differences(summary: Summary, detectors: Sequence[str], found: Sequence[Difference]) -> list[Cell]:
+def _add_differences(
+    table: DetectorTable, summary: Summary, detectors: Sequence[str], remark: str, groups: Sequence[Group] | None = None
+) -> list[Difference]:
+    """Add the column of differences to the reference, which itself has none, and return those of the others."""
+
     def signed(value: float) -> str:
         return _number(summary, value, "+")
 
+    others = {name: summary.difference(name, groups) for name in detectors if name != summary.reference}
+    found = [others.get(name, Difference(math.nan)) for name in detectors]
     details = ["" if math.isnan(item.low) else f"[{signed(item.low)}, {signed(item.high)}]" for item in found]
-    # the reference itself has no difference
-    values = [math.nan if n == summary.reference else d.value for n, d in zip(detectors, found, strict=True)]
-    return number_cells(values, signed, details)
+    cells = number_cells([item.value for item in found], signed, details)
+    table.add(Column(f"to {label(summary.reference)}", detail=f"({remark})"), cells)
+    return list(others.values())
 
 
 def _title(summary: Summary) -> str:

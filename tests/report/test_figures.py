@@ -134,6 +134,14 @@ def test_constant_scores_are_drawn_too(rows):
     assert len(histogram_figure(constant, rows, detectors=["rmd"]).axes) == 1
 
 
+def test_sets_without_a_number_are_left_out_and_rows_are_not_needed(scores):
+    mine = {"test": scores["rmd"]["test"], "empty": np.empty(0), "six": scores["rmd"]["six"], "bad": np.full(3, np.nan)}
+    (axes,) = histogram_figure({"mine": mine}, detectors=["mine"]).axes
+    assert set(texts(axes)) == {"in-distribution", "six"}
+    (axes,) = histogram_figure({"mine": {"test": np.full(2, np.nan)}}, detectors=["mine"]).axes
+    assert texts(axes) == []
+
+
 def test_names_of_sets_do_not_overlap(scores, rows):
     same = {"rmd": {"test": scores["rmd"]["test"], "six": scores["rmd"]["test"], "noise": scores["rmd"]["test"]}}
     figure = histogram_figure(same, rows, detectors=["rmd"])
