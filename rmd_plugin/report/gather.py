@@ -21,7 +21,8 @@ _IDENTITY = ("benchmark", "backbone", "seed")
 #: parts of a config that say where and how a run works, not what it computes
 _NOT_SETTINGS = {
     "hydra", "paths", "names", "logger", "monitor", "figures", "resamples", "num_workers", "resume", "verbose",
-    "progress", "device", "devices", "enable_progress_bar", "enable_model_summary",
+    "progress", "device", "devices", "enable_progress_bar", "enable_model_summary", "ood_monitor", "lr_monitor",
+    "model_summary", "rich_progress", "dirpath",
 }  # fmt: skip
 _NOT_SETTINGS_ENDS = ("seed", "dir")
 #: weights often differ from seed to seed: they are a setting only where runs would be the same without them
