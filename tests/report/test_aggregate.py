@@ -13,7 +13,7 @@ import scipy.stats
 from omegaconf import OmegaConf
 
 from rmd_plugin.app import report as command
-from rmd_plugin.app.multirun import ReportCallback
+from rmd_plugin.app.hydra_callbacks import ReportCallback
 from rmd_plugin.compare.rows import Row
 from rmd_plugin.report.aggregate import Group, estimate, paired_difference, ranks, summarise
 from rmd_plugin.report.document import render
@@ -371,7 +371,7 @@ def main(config):
         folder.write_rows([Row("b", "x", "n", d, config.seed, "AUROC", v, distance="near") for d, v in values.items()])
 
 from hydra.core.config_store import ConfigStore
-callback = {"_target_": "rmd_plugin.app.multirun.ReportCallback"}
+callback = {"_target_": "rmd_plugin.app.hydra_callbacks.ReportCallback"}
 ConfigStore.instance().store("app", {"seed": 0, "hydra": {"callbacks": {"report": callback}}})
 main()
 """
