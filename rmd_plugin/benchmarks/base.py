@@ -260,25 +260,26 @@ class _Wrapped(OODBenchmark):
     def load(self) -> Parts:
         kind = type(self.benchmark).__name__
         self.name = str(getattr(self.benchmark, "name", kind))  # type: ignore[misc]
-        train = self.benchmark.train_set()
-        (test,) = self.benchmark.test_sets(known=True, unknown=False)
-        oods = self.benchmark.test_sets(known=False, unknown=True)
-        names = list(self.benchmark.ood_names)
-        if len(names) != len(oods):
-            raise ValueError(f"{kind} has {len(oods)} OOD sets but {len(names)} ood_names: {names}")
-        tags = getattr(self.benchmark, "distance", {})
-        labelled = _labelled(train)
-        classes = getattr(self.benchmark, "class_names", getattr(train, "classes", None))
-        named = classes is not None and len(classes) == int(labelled.labels.max()) + 1
-        # OOD sets need no labels of their own, which saves a pass over them
-        unlabelled = [Split(DatasetItems(data), np.zeros(len(data))) for data in oods]
-        val = getattr(self.benchmark, "val_set", None)
+        data: Any = self.benchmark  # the framework declares neither ood_names nor what we may find besides
+        (test,) = data.test_sets(known=True, unknown=False)
+        oods = data.test_sets(known=False, unknown=True)
+        if len(data.ood_names) != len(oods):
+            raise ValueError(f"{kind} has {len(oods)} OOD sets but {len(data.ood_names)} ood_names: {data.ood_names}")
+        tags = getattr(data, "distance", {})
+        train = _labelled(data.train_set())
+        classes = getattr(data, "class_names", getattr(data.train_set(), "classes", None))
+        if classes is not None and len(classes) != int(train.labels.max()) + 1:
+            classes = None
         return Parts(
-            class_names=classes if named else None,
-            train=labelled,
+            class_names=classes,
+            train=train,
             test=_labelled(test),
-            val=_labelled(val()) if callable(val) else None,
-            oods=[OODSet(name, tags.get(name, ""), ood) for name, ood in zip(names, unlabelled, strict=True)],
+            val=_labelled(data.val_set()) if hasattr(data, "val_set") else None,
+            # OOD sets need no labels of their own, which saves a pass over them
+            oods=[
+                OODSet(name, tags.get(name, ""), Split(DatasetItems(ood), np.zeros(len(ood))))
+                for name, ood in zip(data.ood_names, oods, strict=True)
+            ],
             val_fraction=self.val_fraction,
         )
 
@@ -300,7 +301,7 @@ def _stored_labels(dataset: Any) -> np.ndarray | None:
         return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
     kept = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else getattr(dataset, "targets", None)
     try:
-        labels = np.array(getattr(dataset, "labels", None) if kept is None else kept)
+        labels = np.asarray(getattr(dataset, "labels", None) if kept is None else kept)
         # a target_transform, say, makes them differ from what the data set gives
         some = {0, len(dataset) // 2, len(dataset) - 1}
         same = labels.shape == (len(dataset),) and all(int(dataset[i][1]) == labels[i] for i in some)

@@ -5,9 +5,9 @@ fingerprint depends on the data alone and not on file formats or library version
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,13 +22,7 @@ from rmd_plugin.compare.fingerprint import fingerprint
 from .errors import DataFormatError
 
 _HASH_ROWS = 4096
-
-
-class Hash(Protocol):
-    """The part of a hashlib object that sources need."""
-
-    def update(self, data: bytes, /) -> None:
-        """Take in more bytes."""
+Update = Callable[[bytes], None]
 
 
 class Source(ABC):
@@ -44,8 +38,8 @@ class Source(ABC):
     def __getitem__(self, index: int) -> object: ...
 
     @abstractmethod
-    def feed(self, indices: np.ndarray, into: Hash) -> None:
-        """Feed the content of the items at ``indices``, shape (N,), into a hash."""
+    def feed(self, indices: np.ndarray, update: Update) -> None:
+        """Feed the content of the items at ``indices``, shape (N,), to ``update`` of a hash."""
 
 
 class _Rows(Source):
@@ -60,10 +54,10 @@ class _Rows(Source):
         return len(self.rows)
 
     @override
-    def feed(self, indices: np.ndarray, into: Hash) -> None:
-        into.update(f"{self.kind} {self.rows.dtype.str} {self.rows.shape[1:]} {len(indices)}\n".encode())
+    def feed(self, indices: np.ndarray, update: Update) -> None:
+        update(f"{self.kind} {self.rows.dtype.str} {self.rows.shape[1:]} {len(indices)}\n".encode())
         for start in range(0, len(indices), _HASH_ROWS):
-            into.update(np.ascontiguousarray(self.rows[indices[start : start + _HASH_ROWS]]).tobytes())
+            update(np.ascontiguousarray(self.rows[indices[start : start + _HASH_ROWS]]).tobytes())
 
 
 class ImageRows(_Rows):
@@ -98,9 +92,9 @@ class TensorRows(_Rows):
         return torch.from_numpy(np.array(self.rows[index])).to(self.dtype)
 
     @override
-    def feed(self, indices: np.ndarray, into: Hash) -> None:
-        into.update(f"{self.dtype} ".encode())
-        super().feed(indices, into)
+    def feed(self, indices: np.ndarray, update: Update) -> None:
+        update(f"{self.dtype} ".encode())
+        super().feed(indices, update)
 
 
 class Texts(Source):
@@ -116,11 +110,11 @@ class Texts(Source):
         return self.texts[index]
 
     @override
-    def feed(self, indices: np.ndarray, into: Hash) -> None:
-        into.update(f"text {len(indices)}\n".encode())
+    def feed(self, indices: np.ndarray, update: Update) -> None:
+        update(f"text {len(indices)}\n".encode())
         for index in indices:
             content = self.texts[index].encode()
-            into.update(f"{len(content)}\n".encode() + content)
+            update(f"{len(content)}\n".encode() + content)
 
 
 class ImageFiles(Source):
@@ -142,11 +136,11 @@ class ImageFiles(Source):
         return cropped
 
     @override
-    def feed(self, indices: np.ndarray, into: Hash) -> None:
-        into.update(f"files {self.size} {len(indices)}\n".encode())
+    def feed(self, indices: np.ndarray, update: Update) -> None:
+        update(f"files {self.size} {len(indices)}\n".encode())
         for index in indices:
             content = self.paths[index].read_bytes()
-            into.update(f"{len(content)}\n".encode() + content)
+            update(f"{len(content)}\n".encode() + content)
 
 
 class DatasetItems(Source):
@@ -164,7 +158,7 @@ class DatasetItems(Source):
         return self.dataset[index][0]
 
     @override
-    def feed(self, indices: np.ndarray, into: Hash) -> None:
-        into.update(f"items {len(indices)}\n".encode())
+    def feed(self, indices: np.ndarray, update: Update) -> None:
+        update(f"items {len(indices)}\n".encode())
         for index in indices:
-            into.update(fingerprint(self[int(index)]).encode())
+            update(fingerprint(self[int(index)]).encode())

@@ -71,7 +71,7 @@ class Split(Dataset[tuple[object, int]]):
     def digest(self) -> str:
         """Hexadecimal hash of the raw items and the labels, in order. The transform does not count."""
         content = hashlib.sha256(FINGERPRINT_VERSION.encode())
-        self.source.feed(self.indices, content)
+        self.source.feed(self.indices, content.update)
         content.update(self.labels.numpy().astype("<i8").tobytes())
         return content.hexdigest()
 
