@@ -287,7 +287,11 @@ class _Wrapped(OODBenchmark):
 def _labelled(dataset: Dataset[Any]) -> Split:
     labels = _stored_labels(dataset)
     if labels is None:
-        labels = np.array([int(dataset[index][1]) for index in range(len(dataset))])  # type: ignore[arg-type]
+        try:
+            labels = np.array([int(dataset[index][1]) for index in range(len(dataset))])  # type: ignore[arg-type]
+        except (TypeError, ValueError, LookupError) as error:
+            kind = type(dataset).__name__
+            raise ValueError(f"items of a {kind} must be (x, label) with a whole number as label: {error}") from error
     return Split(DatasetItems(dataset), labels)
 
 
