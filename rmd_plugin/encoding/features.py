@@ -1,6 +1,12 @@
 """What features and labels must look like, and how feature maps become features."""
 
+import torch
 from torch import Tensor
+
+
+def widened(z: Tensor) -> Tensor:
+    """Half precision as float32: numpy has no bfloat16, and covariances would be lost. Other types stay."""
+    return z.float() if z.is_floating_point() and torch.finfo(z.dtype).bits < 32 else z
 
 
 def pool_features(z: Tensor) -> Tensor:
