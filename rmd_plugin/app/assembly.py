@@ -105,7 +105,7 @@ def _misfit(config: DictConfig, sample: Any) -> str:
 
 
 def make_detectors(config: DictConfig) -> dict[str, Factory]:
-    """Detectors of a config by name, each a partial that :func:`rmd_plugin.compare.adapters.prepare` completes."""
+    """Detectors of a config by name, each a partial that :func:`rmd_plugin.compare.adapters.build` completes."""
     nodes = config.get("detector") or {}
     if not nodes:
         raise ValueError("no detector is chosen: detector=all, detector=paper, or detector=[rmd,mahalanobis].")

@@ -9,8 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ from rmd_plugin.app.trainer_options import evaluation_device, make_trainer
 from rmd_plugin.app.training import BenchmarkData, Classifier
 from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.backbones.fetch import find_checkpoint
-from rmd_plugin.compare.adapters import Route, Sources, Unserved, prepare
 from rmd_plugin.compare.cache import FeatureCache
 from rmd_plugin.compare.comparison import compare
 from rmd_plugin.compare.extraction import TEST, TRAIN, Extractor
@@ -198,26 +196,7 @@ class Job:
                 f"monitor names {', '.join(unknown)}, which detector= does not choose. "
                 f"Chosen are {', '.join(self.detectors)}."
             )
-        return {name: self._watched(name) for name in names}
-
-    def _watched(self, name: str) -> Spec:
-        factory, head = self.detectors[name], self.backbone.head
-        sources = Sources(self.backbone.feature_dim, self.benchmark.num_classes)
-        with suppress(Unserved):
-            return prepare(factory, sources).detector
-        try:
-            prepared = prepare(factory, replace(sources, head=head))
-            if prepared.route not in (Route.FEATURES, Route.LOGITS):
-                raise Unserved(f"works on {prepared.route.value}")
-        except Unserved as reason:
-            raise ValueError(
-                f"monitor names {name}, which cannot be watched while the network trains: it {reason}. "
-                "monitor=[] watches none."
-            ) from reason
-        if prepared.route is Route.LOGITS:
-            return prepared.detector
-        # it keeps weights of the head, which go on learning: made anew before each refit
-        return lambda module: prepare(factory, replace(sources, head=module.backbone.head)).detector
+        return {name: self.detectors[name] for name in names}
 
     def _trainer(self, callbacks: list[Callback], **changes: Any) -> pl.Trainer:
         """The trainer of the config, whose arguments pass straight through to Lightning."""

@@ -41,6 +41,14 @@ class Journal:
         name = "/".join(part for part in (detector, ood, metric) if part)
         self._log(trainer, module, name, value)
 
+    def record_all(
+        self, trainer: pl.Trainer, module: pl.LightningModule, values: Mapping[str, Mapping[str, float]]
+    ) -> None:
+        """Keep and log the values of each detector, under ``"<set>/<metric>"``."""
+        for detector, found in values.items():
+            for key, value in found.items():
+                self.record(trainer, module, detector, *key.rsplit("/", 1), value)
+
     def repeat(
         self, trainer: pl.Trainer, module: pl.LightningModule, detectors: Iterable[str], sets: Iterable[str]
     ) -> None:

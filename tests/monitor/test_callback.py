@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from rmd_plugin import RMD, ClassMoments, Mahalanobis
+from rmd_plugin.compare.adapters import adopt
 from rmd_plugin.compare.metrics import METRICS
-from rmd_plugin.encoding.batch_encoder import EncodingError
+from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.callback import OODMonitor, OODMonitorWarning
 from rmd_plugin.monitor.refit import Refit
 
@@ -104,7 +105,8 @@ def test_one_forward_pass_serves_all_detectors_and_validation_needs_no_second_on
 
 def test_detectors_with_the_same_options_share_their_moments():
     detectors = {"a": RMD(), "b": Mahalanobis(), "c": RMD(normalize=True), "d": KNN(None), "e": MaxSoftmax(None)}
-    assert Refit(detectors, torch.device("cpu")).groups == [("a", "b"), ("c",), ("d",)]
+    adapters = {name: adopt(detector) for name, detector in detectors.items()}
+    assert Refit(adapters, torch.device("cpu")).groups == [("a", "b"), ("c",), ("d",)]
 
 
 def test_names_in_the_log_are_those_of_the_manual(tmp_path):

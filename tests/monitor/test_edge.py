@@ -12,7 +12,7 @@ from pytorch_ood.detector import KNN, MaxSoftmax
 from torch.utils.data import Dataset
 
 from rmd_plugin import RMD, Mahalanobis
-from rmd_plugin.encoding.batch_encoder import EncodingError
+from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.callback import OODMonitor, OODMonitorWarning
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
@@ -260,7 +260,7 @@ def test_a_detector_that_cannot_score_is_nan():
 
 def test_an_empty_set_is_nan():
     monitor = monitored(ood={"svhn": loader(OOD), "empty": []})
-    with pytest.warns(OODMonitorWarning, match="no result on 'empty': there are 37 ID samples and 0 of it"):
+    with pytest.warns(OODMonitorWarning, match="no result on 'empty': there are 37 ID samples and 0 OOD samples"):
         fit(monitor)
     assert values(monitor)["rmd", "svhn"] > 0.5
 
