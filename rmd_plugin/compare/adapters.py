@@ -11,9 +11,8 @@ head             ``fit`` on a loader of features, the head as the model     ``pr
 inputs           ``fit`` on a loader of inputs, the network as the model    ``predict`` on inputs, with gradients
 ===============  =========================================================  ========================================
 
-:func:`build` makes a detector from its class: the framework names the parameters of its detectors by a convention
-(``encoder``, ``head``, ``model``, ``w``, ``b``), and those that the caller has not set are filled in from
-:class:`Parts`. :func:`adopt` takes a detector that somebody else has made.
+:func:`build` makes a detector from its class, with what :mod:`rmd_plugin.compare.parts` gives. :func:`adopt` takes one
+that somebody else has made. A new detector is a line in ``_FED``, if its base class does not say what it is fed.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from copy import deepcopy
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -33,6 +30,7 @@ from pytorch_ood.api import Detector, FeatureMapsDetector, FeaturesDetector, Gra
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from rmd_plugin.compare.parts import NotSupported, Parts, Representation, arguments_for
 from rmd_plugin.detectors.base import heed_interrupt
 from rmd_plugin.encoding.batches import Encoded
 
@@ -40,22 +38,10 @@ from rmd_plugin.encoding.batches import Encoded
 Factory = Callable[..., Detector]
 
 
-class Representation(Enum):
-    """What a detector is fitted on or scores."""
-
-    MOMENTS = "moments of the features"
-    FEATURES = "features"
-    MAPS = "features as 1 x 1 maps"
-    LOGITS = "logits"
-    HEAD = "features, through the head with gradients"
-    INPUTS = "inputs, through the whole network"
-    LAYERS = "feature maps of inner layers"
-
-
 _MOMENTS, _FEATURES, _MAPS, _LOGITS, _HEAD, _INPUTS, _LAYERS = Representation
 
 #: detector class -> what it is fed; the first line that fits counts
-_FED: Mapping[type[Detector], Representation] = {
+_FED: Mapping[type, Representation] = {
     framework.GradNorm: _HEAD,
     framework.GradUncertainty: _HEAD,
     framework.NACUE: _HEAD,
@@ -86,39 +72,6 @@ _CALIBRATED = (framework.TemperatureScaling, framework.KLMatching)
 
 #: features per batch for detectors that are fitted on a loader of them
 _HEAD_BATCH = 256
-
-
-class NotSupported(Exception):
-    """A detector needs what there is not. The message says what."""
-
-
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """What there is to build detectors from.
-
-    Attributes:
-        feature_dim: D, if it is known.
-        num_classes: K, if it is known.
-        encoder: maps inputs to features; None if only features are there.
-        head: the classifier on the features, or None.
-        model: maps inputs to logits; by default the encoder and the head.
-        differentiable: whether the inputs are real numbers, so that gradients reach them.
-        norm_std: standard deviations that the inputs were normalised by, per channel, if known.
-        text_embeddings: embeddings of the class names of shape (K, D), from a vision-language backbone.
-        seed: for detectors that have one.
-        progress: whether detectors that train show a bar.
-    """
-
-    feature_dim: int | None = None
-    num_classes: int | None = None
-    encoder: nn.Module | None = None
-    head: nn.Linear | None = None
-    model: nn.Module | None = None
-    differentiable: bool = True
-    norm_std: list[float] | None = None
-    text_embeddings: Tensor | None = field(default=None, repr=False)
-    seed: int = 0
-    progress: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +106,7 @@ class Adapter:
         if not isinstance(data, Encoded):
             (detector.fit_moments if self.fitted_on is _MOMENTS else detector.fit)(data)
         else:
-            values, labels = take(self.fitted_on, data), data.labels
+            values, labels = take(self.fitted_on, data), cast(Tensor, data.labels)
             if not hasattr(detector, "state_dict"):
                 values, labels = values.cpu(), labels.cpu()  # the framework fits on the CPU, partly with numpy
             if self.fitted_on is _HEAD:
@@ -246,7 +199,7 @@ def build(factory: Factory, parts: Parts) -> Adapter:
         raise NotSupported("needs feature maps of inner layers, one pass to pooled features does not keep them")
     if fed is _INPUTS and not parts.differentiable and issubclass(kind, GradientDetector):
         raise NotSupported("needs gradients with respect to the inputs, which are no real numbers here")
-    detector = target(**_filled(target, options, parts, fed))
+    detector = target(**arguments_for(target, kind, options, parts, fed))
     if not isinstance(detector, Detector):
         raise TypeError(f"{target} gave a {type(detector).__name__}, expected a pytorch_ood Detector.")
     if isinstance(detector, framework.MCD) and not _has_dropout(detector.model):
@@ -255,37 +208,6 @@ def build(factory: Factory, parts: Parts) -> Adapter:
     on_features = fed is _INPUTS and hasattr(detector, "fit_features")
     fitted_on = _fitted_on(detector, _FEATURES if on_features else fed)
     return Adapter(detector, fitted_on, fed, "val" if isinstance(detector, _CALIBRATED) else "train")
-
-
-def _filled(target: Callable[..., Any], options: dict[str, Any], parts: Parts, fed: Representation) -> dict[str, Any]:
-    """The options, and whatever else the detector asks for and there is."""
-    # null in a config: as the backbone has it
-    options = {name: value for name, value in options.items() if value is not None or name not in _PROVIDERS}
-    for name, parameter in inspect.signature(target).parameters.items():
-        if name in options or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        required = parameter.default is parameter.empty
-        if not required and name in _HYPERPARAMETERS:
-            continue
-        if name in _PROVIDERS:
-            try:
-                value = _PROVIDERS[name](parts, fed)
-            except NotSupported:
-                if required:
-                    raise
-                continue
-            if value is not None or required:
-                options[name] = value
-        elif required:
-            raise NotSupported(f"needs {name}, which no backbone gives: set it in the detector's config")
-    if issubclass(_kind(target), framework.NACUE):
-        options.update(zip(("model", "layers"), _watched(parts), strict=True))
-    if issubclass(_kind(target), framework.GradNorm):
-        # as in its paper: the weight of the last layer, which is the model it gets
-        options.setdefault("param_filter", _is_weight)
-    if fed is _LOGITS:
-        _head(parts)
-    return options
 
 
 def _unwrap(factory: Factory) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -303,112 +225,6 @@ def _kind(target: Callable[..., Any]) -> type[Detector]:
     if not isinstance(kind, type) or not issubclass(kind, Detector):
         raise TypeError(f"expected a detector class, or a function whose annotation says it returns one, got {target}.")
     return kind
-
-
-# -- what detectors can be given, by parameter name -----------------------------------------------------------------
-
-
-def _head(parts: Parts) -> nn.Linear:
-    if parts.head is None:
-        raise NotSupported("needs a classifier, and there is no linear head: head=linear_probe fits one")
-    # a copy: detectors move, and some change, what they are given
-    return deepcopy(parts.head)
-
-
-def _any_head(parts: Parts, fed: Representation) -> nn.Module:
-    head = _head(parts)
-    return nn.Sequential(nn.Flatten(1), head) if fed is _MAPS else head
-
-
-def _bias(parts: Parts, _fed: Representation) -> Tensor:
-    head = _head(parts)
-    return torch.zeros(head.out_features) if head.bias is None else head.bias.detach()
-
-
-def _model(parts: Parts, fed: Representation) -> nn.Module | None:
-    if fed is _LOGITS:
-        return None  # logits are handed over as they are
-    if fed is _HEAD:
-        return _head(parts)
-    return nn.Sequential(_network(parts), _head(parts)).eval() if parts.model is None else parts.model
-
-
-def _encoder(parts: Parts, fed: Representation) -> nn.Module | None:
-    return _network(parts) if fed is _INPUTS else None
-
-
-def _network(parts: Parts) -> nn.Module:
-    if parts.encoder is None:
-        raise NotSupported("needs the inputs and the network, only features are there")
-    return parts.encoder
-
-
-def _is_weight(name: str) -> bool:
-    return name.endswith("weight")
-
-
-def _text_embeddings(parts: Parts, _fed: Representation) -> Tensor:
-    if parts.text_embeddings is None:
-        raise NotSupported("needs text embeddings of the class names, from a vision-language backbone")
-    return parts.text_embeddings
-
-
-def _class_weights(_parts: Parts, _fed: Representation) -> Tensor:
-    raise NotSupported("needs class weights, which come from training with the VOS loss")
-
-
-def _feature_dim(parts: Parts) -> int:
-    if parts.feature_dim is None:
-        raise NotSupported("needs the number of features, which is not known here")
-    return parts.feature_dim
-
-
-def _num_classes(parts: Parts) -> int:
-    if parts.num_classes is None:
-        raise NotSupported("needs the number of classes, which is not known here")
-    return parts.num_classes
-
-
-def _nothing(_parts: Parts, _fed: Representation) -> None:
-    return None
-
-
-_PROVIDERS: Mapping[str, Callable[[Parts, Representation], Any]] = {
-    "encoder": _encoder,
-    "backbone": _nothing,
-    "model": _model,
-    "head": _any_head,
-    "w": lambda parts, _: _head(parts).weight.detach(),
-    "b": _bias,
-    # the framework's documentation has 64 for D = 128; a smaller D keeps the half
-    "d": lambda parts, _: max(1, min(64, _feature_dim(parts) // 2)),
-    # as many directions as classes can differ in; the paper's best, found on test data, was 76 for 100 classes
-    "components": lambda parts, _: max(1, min(_num_classes(parts) - 1, _feature_dim(parts))),
-    "layers": _nothing,  # _filled() puts them in, together with the model
-    "num_classes": lambda parts, _: _num_classes(parts),
-    "norm_std": lambda parts, _: parts.norm_std,
-    "seed": lambda parts, _: parts.seed,
-    "progress": lambda parts, _: parts.progress,
-    "text_embeddings": _text_embeddings,
-    "weights": _class_weights,
-}
-
-
-#: what a detector knows better itself, if it has a default
-_HYPERPARAMETERS = ("d", "components")
-
-
-class _Watch(nn.Module):
-    """Passes features on as the start of a graph, so that gradients with respect to them exist."""
-
-    def forward(self, z: Tensor) -> Tensor:
-        return z.detach().requires_grad_()
-
-
-def _watched(parts: Parts) -> tuple[nn.Module, list[nn.Module]]:
-    """The head behind its input layer, as NAC wants it: on the penultimate layer, from features."""
-    watch = _Watch()
-    return nn.Sequential(watch, _head(parts)).eval(), [watch]
 
 
 def _has_dropout(model: nn.Module) -> bool:

@@ -73,15 +73,7 @@ class Bootstrap:
             self._kept = list(self._draw())
 
     def distribution(self, id_scores: np.ndarray, ood_scores: np.ndarray) -> np.ndarray:
-        """AUROC of every resample; ties count half.
-
-        Args:
-            id_scores: scores of the ID samples, shape (N,).
-            ood_scores: scores of the OOD samples, shape (M,).
-
-        Returns:
-            Shape (R,).
-        """
+        """AUROC of every resample, shape (R,), from ID scores (N,) and OOD scores (M,); ties count half."""
         if id_scores.shape != (self.n_id,) or ood_scores.shape != (self.n_ood,):
             raise ValueError(
                 f"scores must have shapes ({self.n_id},) and ({self.n_ood},), "
@@ -101,16 +93,7 @@ class Bootstrap:
         return np.concatenate(areas) / (self.n_id * self.n_ood)
 
     def interval(self, id_scores: np.ndarray, ood_scores: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-        """Percentile interval of AUROC.
-
-        Args:
-            id_scores: scores of the ID samples, shape (N,).
-            ood_scores: scores of the OOD samples, shape (M,).
-            level: part of the resamples inside the interval.
-
-        Returns:
-            Lower and upper end.
-        """
+        """Percentile interval of AUROC, which holds the part ``level`` of the resamples: lower and upper end."""
         tail = (1 - level) / 2
         low, high = np.quantile(self.distribution(id_scores, ood_scores), [tail, 1 - tail])
         return float(low), float(high)

@@ -17,10 +17,11 @@ from pytorch_ood.metrics.functional import accuracy
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from rmd_plugin.compare.adapters import Adapter, Factory, NotSupported, Parts, Representation, build
+from rmd_plugin.compare.adapters import Adapter, Factory, build
 from rmd_plugin.compare.bootstrap import Bootstrap
 from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor, SplitFeatures
 from rmd_plugin.compare.metrics import compare_scores
+from rmd_plugin.compare.parts import NotSupported, Parts, Representation
 from rmd_plugin.compare.probe import fit_linear_probe
 from rmd_plugin.compare.rows import ACCURACY, AUROC, FIT_SECONDS, SCORE_SECONDS, Distance, Row
 from rmd_plugin.detectors.functional import NumericalWarning
@@ -160,7 +161,7 @@ class _Run:
             self.result.rows.append(self.row("", ACCURACY).failed(origin, "skipped"))
             return
         test = self.encoded(TEST)
-        value = float(accuracy(cast(Tensor, test.logits).argmax(1), test.labels))
+        value = float(accuracy(cast(Tensor, test.logits).argmax(1), cast(Tensor, test.labels)))
         self.result.rows.append(self.row("", ACCURACY, value, reason=origin))
 
     def encoded(self, split: str) -> Encoded:

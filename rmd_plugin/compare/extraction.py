@@ -35,7 +35,7 @@ _PROBES = 4
 class BenchmarkLike(Protocol):
     """What a comparison needs of a benchmark, as :class:`rmd_plugin.benchmarks.base.OODBenchmark` has it.
 
-    The sets have ``with_transform(transform)``; where they do not, their items go to the network as they are.
+    The sets have ``with_transform(transform)``, for backbones with a transform of their own.
     """
 
     num_classes: int
@@ -121,10 +121,9 @@ class Extractor:
         Raises:
             KeyError: if there is no such split.
         """
-        dataset = self._raw(split)
+        dataset: Any = self._raw(split)
         transform = getattr(self.backbone, "test_transform", None)
-        replace = getattr(dataset, "with_transform", None)
-        return replace(transform) if transform is not None and callable(replace) else dataset
+        return dataset if transform is None else dataset.with_transform(transform)
 
     def loader(self, split: str, *, batch_size: int | None = None) -> DataLoader[Any]:
         """Batches of a split in order. The global random state is neither used nor changed."""

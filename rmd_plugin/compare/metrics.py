@@ -50,11 +50,7 @@ def ood_metrics(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 
 def compare_scores(id_scores: Tensor, ood_scores: Tensor) -> dict[str, Tensor]:
-    """The four metrics of one detector on one OOD set, from the scores of both sides.
-
-    Args:
-        id_scores: scores of the ID samples, shape (N,).
-        ood_scores: scores of the OOD samples, shape (M,).
+    """The four metrics of one detector on one OOD set, from ID scores (N,) and OOD scores (M,).
 
     Raises:
         ValueError: if scores are NaN, or there is no ID or no OOD sample.

@@ -98,11 +98,12 @@ class OODMonitor(pl.Callback):
         super().__init__()
         self.options = Options(
             head=head,
-            ood=ood,
+            # Hydra gives mappings of its own kind
+            ood=None if ood is None else {str(name): ood[name] for name in ood},
             encoder=encoder,
             forward=forward,
             labels=labels,
-            ood_dataloaders=ood_dataloaders,
+            ood_dataloaders={int(index): str(name) for index, name in (ood_dataloaders or {}).items()},
             refit=refit,
             fit_loader=fit_loader,
             limit_fit_batches=limit_fit_batches,
@@ -184,7 +185,7 @@ class OODMonitor(pl.Callback):
     ) -> None:
         """Listen to the forward pass, if the detectors are fitted on those of the training."""
         if self.options.refit == "stream" and self._engine.due(trainer):
-            self._engine.listen()
+            self._engine.encoder.start()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -213,7 +214,7 @@ class OODMonitor(pl.Callback):
     ) -> None:
         """Listen to the forward pass of the evaluation step."""
         if self._engine.scoring or trainer.sanity_checking:
-            self._engine.listen()
+            self._engine.encoder.start()
 
     def on_validation_batch_end(
         self,

@@ -16,7 +16,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
 
-from rmd_plugin.compare.adapters import Representation
+from rmd_plugin.compare.parts import Representation
 from rmd_plugin.encoding.batch_encoder import BatchEncoder
 from rmd_plugin.encoding.batches import Encoded, EncodingError
 from rmd_plugin.encoding.isolation import isolated_rng, visiting
@@ -46,11 +46,11 @@ class Options:
     """The options of :class:`rmd_plugin.OODMonitor`, which explains them."""
 
     head: str | None
-    ood: Mapping[str, Iterable[Any]] | None
+    ood: dict[str, Iterable[Any]] | None
     encoder: str | Callable[[Any], Tensor] | None
     forward: Callable[[Any, Any], Any] | None
     labels: Callable[[Any], Tensor | None] | None
-    ood_dataloaders: Mapping[int, str] | None
+    ood_dataloaders: dict[int, str]
     refit: str
     fit_loader: Iterable[Any] | None
     limit_fit_batches: Limit
@@ -73,19 +73,11 @@ class Options:
             )
         if self.head is not None and self.encoder is not None:
             raise ValueError(f"give head or encoder, not both: got head={self.head!r} and encoder={self.encoder!r}.")
-        # Hydra gives mappings of its own kind
-        self.ood = None if self.ood is None else {str(name): self.ood[name] for name in self.ood}
-        self.ood_dataloaders = {int(index): str(name) for index, name in (self.ood_dataloaders or {}).items()}
         check_names((*(self.ood or ()), *dict.fromkeys(self.ood_dataloaders.values())))
 
 
 class Engine:
-    """Listens to a module, fits the detectors and scores them.
-
-    Args:
-        detectors: see :class:`rmd_plugin.OODMonitor`.
-        options: the other options.
-    """
+    """Listens to a module, fits the detectors and scores them, as :class:`rmd_plugin.OODMonitor` explains."""
 
     def __init__(self, detectors: Mapping[str, Spec | str] | Sequence[str], options: Options) -> None:
         self.options = options
@@ -117,11 +109,7 @@ class Engine:
         self.head, self._datamodule_ood = self.options.head, None
 
     def new_encoder(self, module: pl.LightningModule) -> BatchEncoder:
-        """An encoder for the module.
-
-        Raises:
-            EncodingError: if it has no layer of the name that was given.
-        """
+        """An encoder for the module, which refuses a layer that there is not."""
         given = self.options
         return BatchEncoder(module, self.head, encoder=given.encoder, forward=given.forward, labels=given.labels)
 
@@ -181,10 +169,6 @@ class Engine:
         epoch = trainer.current_epoch
         due = epoch >= self.options.warmup_epochs and (epoch + 1) % self.options.every_n_epochs == 0
         return due or trainer.state.fn != TrainerFn.FITTING
-
-    def listen(self) -> None:
-        """Hear the next forward pass."""
-        self.encoder.start()
 
     def add_to_stream(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> None:
         """Add what was heard of a training batch to the stream."""
@@ -309,7 +293,7 @@ class Engine:
 
     def _ood_loaders(self, trainer: pl.Trainer) -> dict[str, Iterable[Any]]:
         if self.options.ood is not None:
-            return dict(self.options.ood)
+            return self.options.ood
         if self._datamodule_ood is None:
             with isolated_rng(self.options.seed):
                 self._datamodule_ood = ood_loaders_of(trainer)

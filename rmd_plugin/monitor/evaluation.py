@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from rmd_plugin.compare.adapters import Adapter, Representation
+from rmd_plugin.compare.adapters import Adapter
 from rmd_plugin.compare.metrics import MEAN, METRICS, OODScores, check_set_names, compare_scores, quiet_compute
+from rmd_plugin.compare.parts import Representation
 from rmd_plugin.encoding.batches import Encoded
 from rmd_plugin.encoding.isolation import isolated_rng, visiting
 
@@ -75,8 +76,7 @@ class Evaluation:
 
         Args:
             encoded: the encoded batch.
-            ood: the OOD set that all of its samples belong to. If None, samples with labels below zero belong to the
-                set "unknown" and the others are ID.
+            ood: the OOD set of all of its samples. If None, labels below zero are the set "unknown", the others are ID.
             keep: mask of shape (B,) of the samples that count; None for all.
         """
         if ood is not None:
@@ -110,11 +110,7 @@ class Evaluation:
         self._broken_sets.setdefault(ood, reason)
 
     def finish(self, agree: Callable[[list[bool]], list[bool]]) -> Results:
-        """Compute the metrics. Every process has to call it, and gets the same values.
-
-        Args:
-            agree: true where any process says true.
-        """
+        """Compute the metrics. Every process has to call it, and gets the same values."""
         names = list(self._adapters)
         flags = [self._unknown_seen, *(s in self._broken_sets for s in self.sets), *(n in self._errors for n in names)]
         unknown, *flags = agree(flags)

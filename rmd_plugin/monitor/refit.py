@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from rmd_plugin.compare.adapters import Adapter, Representation, take
+from rmd_plugin.compare.adapters import Adapter, take
 from rmd_plugin.compare.metrics import FeatureRows, quiet_compute
+from rmd_plugin.compare.parts import Representation
 from rmd_plugin.encoding.batches import Encoded, EncodingError
 from rmd_plugin.encoding.isolation import visiting
 
@@ -79,15 +80,16 @@ class Refit:
         for name, adapter in adapters.items():
             if adapter.fitted_on in (None, _INPUTS):
                 continue
+            options: tuple[Any, ...] = ()
             if adapter.fitted_on is _MOMENTS:
-                metric: Metric = adapter.detector.new_moments()  # type: ignore[attr-defined]
                 # float64 sums do not exist on MPS; rows are collected on the CPU
-                metric, key = metric.to("cpu" if device.type == "mps" else device), (_MOMENTS, *_options(metric))
+                metric: Metric = adapter.detector.new_moments()  # type: ignore[attr-defined]
+                fed, options = _MOMENTS, _options(metric)
+                metric.to("cpu" if device.type == "mps" else device)
             else:
                 # all that is made from features shares their rows
-                fed = _LOGITS if adapter.fitted_on is _LOGITS else Representation.FEATURES
-                metric, key = FeatureRows(), (fed,)
-            self._groups.setdefault(key, _Group(key[0], metric)).names.append(name)
+                fed, metric = _LOGITS if adapter.fitted_on is _LOGITS else Representation.FEATURES, FeatureRows()
+            self._groups.setdefault((fed, *options), _Group(fed, metric)).names.append(name)
         self._device = device
 
     @property
@@ -96,11 +98,7 @@ class Refit:
         return [tuple(group.names) for group in self._groups.values()]
 
     def update(self, encoded: Encoded, places: Tensor) -> None:
-        """Add a batch.
-
-        Args:
-            encoded: with labels; samples with a label below zero are skipped.
-            places: order of the samples over all processes, shape (B,).
+        """Add a batch with labels; ``places`` is the order of its samples over all processes, shape (B,).
 
         Raises:
             EncodingError: if the batch has no labels.
@@ -136,9 +134,6 @@ class Refit:
             loader: gives pairs (x, y) of the whole set, for detectors that are fitted on inputs.
             module: the network; it is afterwards as it was.
             seed: of what the fits draw.
-
-        Returns:
-            The outcome for each detector that was to be fitted.
         """
         outcomes: dict[str, Outcome] = {}
         groups = list(self._groups.values())
@@ -149,11 +144,11 @@ class Refit:
             for name in group.names:
                 outcomes[name] = Outcome(shared, group.error, failed)
                 if data is not None:
-                    _attempt(outcomes[name], adapters[name], lambda data=data: data, module, seed)
+                    _attempt(outcomes[name], adapters[name], data, module, seed)
         for name, adapter in adapters.items():
             if adapter.fitted_on is _INPUTS:
                 outcomes[name] = Outcome()
-                _attempt(outcomes[name], adapter, loader, module, seed)
+                _attempt(outcomes[name], adapter, loader(), module, seed)
         flags = agree([outcome.failed or outcome.error is not None for outcome in outcomes.values()])
         for outcome, failed in zip(outcomes.values(), flags, strict=True):
             outcome.failed = failed
@@ -192,18 +187,18 @@ class Refit:
                     group.metric._update_count = 1
 
 
-def _options(metric: Metric) -> list[tuple[str, Any]]:
+def _options(metric: Metric) -> tuple[Any, ...]:
     # accumulators with the same public settings collect the same
     plain = (bool, int, float, str, type(None))
     settings = sorted((k, v) for k, v in vars(metric).items() if not k.startswith("_") and isinstance(v, plain))
-    return [("type", type(metric)), *settings]
+    return (type(metric), *settings)
 
 
-def _attempt(outcome: Outcome, adapter: Adapter, data: Callable[[], Any], module: nn.Module, seed: int) -> None:
+def _attempt(outcome: Outcome, adapter: Adapter, data: Any, module: nn.Module, seed: int) -> None:
     start = time.perf_counter()
     try:
         with visiting(module, seed), torch.inference_mode(False), torch.enable_grad():
-            adapter.fit(data())
+            adapter.fit(data)
     except Exception as error:
         outcome.error = error
     outcome.seconds += time.perf_counter() - start

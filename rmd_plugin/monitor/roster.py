@@ -9,7 +9,8 @@ from pytorch_ood.api import Detector
 from torch import nn
 
 import rmd_plugin
-from rmd_plugin.compare.adapters import Adapter, NotSupported, Parts, adopt, build, detector_class
+from rmd_plugin.compare.adapters import Adapter, adopt, build, detector_class
+from rmd_plugin.compare.parts import NotSupported, Parts
 from rmd_plugin.encoding.batch_encoder import BatchEncoder
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.refit import Outcome
@@ -125,12 +126,7 @@ class Roster:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, resuming: bool) -> None:
-        """Take over fitted detectors.
-
-        Args:
-            state: result of :meth:`state_dict`.
-            resuming: whether training goes on; then a detector whose options have changed since starts unfitted.
-        """
+        """Take over fitted detectors. If training goes on, one whose options have changed since starts unfitted."""
         self._resuming = resuming
         self._snapshots = {name: s for name, s in state["detectors"].items() if name in self._specs}
         self.fitted = {name: dict(when) for name, when in state["fitted"].items() if name in self._snapshots}
@@ -160,11 +156,7 @@ class Roster:
 def parts_of(encoder: BatchEncoder, *, head: str | None, seed: int) -> Parts:
     """What a network offers to build detectors from.
 
-    Args:
-        encoder: listens to the network.
-        head: name of the classification layer, where ``encoder`` has not found it yet; by default the last
-            ``nn.Linear``.
-        seed: for detectors that have one.
+    Where ``encoder`` has not found the head yet, it is taken to be ``head`` or, by default, the last ``nn.Linear``.
     """
     layers = dict(encoder.module.named_modules())
     name = encoder.head
@@ -182,12 +174,7 @@ def parts_of(encoder: BatchEncoder, *, head: str | None, seed: int) -> Parts:
 
 
 def load_roster(state: Mapping[str, Any], instances: Mapping[str, Detector] | None = None) -> dict[str, Detector]:
-    """The fitted detectors of a :meth:`Roster.state_dict`.
-
-    Args:
-        state: the state.
-        instances: detectors to be filled, for those that are neither rmd_plugin's nor the framework's.
-    """
+    """The fitted detectors of a :meth:`Roster.state_dict`; those of neither library are filled into ``instances``."""
     result: dict[str, Detector] = {}
     for name, snapshot in state["detectors"].items():
         if instances is not None and name in instances:

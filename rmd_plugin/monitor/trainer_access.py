@@ -34,15 +34,8 @@ def encoded_batches(
 ) -> Generator[tuple[Encoded, Tensor], None, None]:
     """This process's share of a loader, run through the module in evaluation mode and the trainer's precision.
 
-    The module and all random states are afterwards as they were. Close the iterator if you leave it early.
-
-    Args:
-        trainer: runs the module.
-        module: the network.
-        encoder: turns batches into encoded batches.
-        loader: gives the loader; called where it cannot disturb the random states.
-        limit: see :func:`rmd_plugin.monitor.sharding.shard`.
-        seed: of the loader.
+    The module and all random states are afterwards as they were. Close the iterator if you leave it early. ``loader``
+    gives the loader, called where it cannot disturb the random states; ``limit`` is that of :func:`shard`.
 
     Yields:
         The encoded batch and the places of its samples in the whole set.
@@ -69,7 +62,7 @@ class FitData:
         module: the network.
         encoder: turns batches into encoded batches.
         loader: the user's choice; by default ``fit_dataloader()`` of the datamodule or module, if there is one.
-        limit: see :func:`rmd_plugin.monitor.sharding.shard`; by default the trainer's ``limit_train_batches``.
+        limit: that of :func:`shard`; by default the trainer's ``limit_train_batches``.
         seed: of the loader.
     """
 

@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin import RMD, PartialMahalanobis
-from rmd_plugin.compare.adapters import NotSupported, Parts, Representation, adopt, build, detector_class
+from rmd_plugin.compare.adapters import adopt, build, detector_class
+from rmd_plugin.compare.parts import NotSupported, Parts, Representation
 from rmd_plugin.encoding.batches import Encoded
 
 D, K = 12, 3
