@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
@@ -141,7 +142,8 @@ class Engine:
         self._encoder = self._evaluation = self.stream.refit = None
 
     def _build(self, module: pl.LightningModule, encoder: BatchEncoder, names: list[str] | None = None) -> None:
-        with isolated_rng(self.options.seed):
+        # copies of weights that are made in inference mode could not take part in autograd
+        with isolated_rng(self.options.seed), torch.inference_mode(False):
             parts = parts_of(encoder, head=self.saved_head, seed=self.options.seed)
             self.roster.build(module, parts, names)
 

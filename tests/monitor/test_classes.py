@@ -8,7 +8,7 @@ import pytest
 import torch
 from callback_kit import CLASSES, OOD, TRAIN, VAL, Classifier, fit, loader, trainer, values
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_ood.detector import ODIN, GradNorm, Gram, MahalanobisODIN, MaxSoftmax, ReAct, ViM
+from pytorch_ood.detector import NACUE, ODIN, GradNorm, Gram, MahalanobisODIN, MaxSoftmax, ReAct, ViM
 from torch import nn
 
 from rmd_plugin import RMD, Mahalanobis
@@ -98,6 +98,12 @@ def test_what_was_fitted_is_kept_for_a_validation_after_the_training():
     run, module = fit(monitor)
     run.validate(module, loader(VAL), verbose=False)
     assert values(monitor, stage="validate") == pytest.approx(values(monitor, stage="fit"), abs=1e-12)
+
+
+def test_detectors_that_differentiate_the_head_work_in_an_evaluation_alone():
+    monitor = monitored({"gradnorm": GradNorm, "nac": NACUE}, fit_loader=loader(TRAIN))
+    trainer(None, monitor).validate(Classifier(), loader(VAL), verbose=False)
+    assert all(0 <= value <= 1 for value in values(monitor).values())
 
 
 def make_gradnorm(module, part):
