@@ -90,9 +90,13 @@ def test_a_foreign_hydra_app_has_the_monitor_by_name(request, installed, tmp_pat
 
 
 def test_an_editable_install_reads_the_configs_of_the_checkout(from_checkout, clone, tmp_path):
-    site = Path(run(from_checkout, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    site = Path(
+        run(from_checkout, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
+    )
     assert not (site / "rmd_plugin").exists()
-    found = run(from_checkout, "-c", "from rmd_plugin.app.configs import config_path; print(config_path())", cwd=tmp_path)
+    found = run(
+        from_checkout, "-c", "from rmd_plugin.app.configs import config_path; print(config_path())", cwd=tmp_path
+    )
     assert found.strip() == str(clone / "conf")
 
 
