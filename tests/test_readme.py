@@ -100,7 +100,7 @@ def names(tmp_path, monkeypatch):
     }
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*Checkpoint directory")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*does not have many workers", "ignore:.*Checkpoint dir")
 def test_the_python_blocks_run_in_order(names):
     assert len(blocks("python")) >= 4
     for number, block in enumerate(blocks("python")):
@@ -168,3 +168,9 @@ def test_shell_lines_run(line, tmp_path):
     if " -m " in line:  # the next line of the README gathers what this one made
         assert "rmd-report multirun/train" in shell_lines()
         assert "RMD" in run("rmd-report multirun/train", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "speed").glob("*.py")))
+def test_speed_scripts_find_all_that_they_import(script, tmp_path):
+    assert "usage" in run(f"{shlex.quote(sys.executable)} {ROOT / 'speed' / script} --help", tmp_path)
