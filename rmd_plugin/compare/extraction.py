@@ -38,11 +38,21 @@ class BenchmarkLike(Protocol):
     The sets have ``with_transform(transform)``, for backbones with a transform of their own.
     """
 
-    num_classes: int
-    class_names: Sequence[str]
-    ood_names: Sequence[str]
-    #: OOD set -> ``near``, ``far`` or an empty text
-    distance: Mapping[str, str]
+    @property
+    def num_classes(self) -> int:
+        """K."""
+
+    @property
+    def class_names(self) -> Sequence[str] | None:
+        """Names of the classes, if they have any."""
+
+    @property
+    def ood_names(self) -> Sequence[str]:
+        """Names of the OOD sets."""
+
+    @property
+    def distance(self) -> Mapping[str, str]:
+        """OOD set -> ``near``, ``far`` or an empty text."""
 
     def fit_set(self) -> Dataset[Any]:
         """ID training data without augmentation."""
