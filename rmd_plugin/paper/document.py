@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rmd_plugin.atomic import replacing
-from rmd_plugin.paper.result import Comparison
+from rmd_plugin.paper.published import ADDRESS, TITLE
+from rmd_plugin.paper.result import PaperNumber
 from rmd_plugin.report.names import SUMMARY
 from rmd_plugin.report.table import Cell, Column, Table, to_markdown
 
@@ -38,7 +39,7 @@ class StudySummary:
     study: str
     about: str
     scale: str
-    comparisons: list[Comparison] = field(default_factory=list)
+    comparisons: list[PaperNumber] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     figures: dict[str, str] = field(default_factory=dict)
     seconds: float = math.nan
@@ -72,12 +73,12 @@ class StudySummary:
                 {key: math.nan if value is None else value for key, value in item.items()}
                 for item in content.pop("comparisons")
             ]
-            return cls(comparisons=[Comparison(**item) for item in items], **content)
+            return cls(comparisons=[PaperNumber(**item) for item in items], **content)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} does not hold the summary of a study: {error}") from error
 
 
-def comparison_table(comparisons: Sequence[Comparison], title: str = "", *, remarks_below: bool = False) -> Table:
+def comparison_table(comparisons: Sequence[PaperNumber], title: str = "", *, remarks_below: bool = False) -> Table:
     """Paper, ours and the difference; then what we ran and why it differs.
 
     Args:
@@ -85,45 +86,27 @@ def comparison_table(comparisons: Sequence[Comparison], title: str = "", *, rema
         title: heading.
         remarks_below: put the remarks below the table, where a terminal is too narrow for another column.
     """
-    columns = [
-        Column("Setting of the paper", "left"),
-        Column("Number", "left"),
-        Column("paper"),
-        Column("ours"),
-        Column("difference"),
-        Column("What we ran, and why it differs", "left"),
-    ]
-    rows = []
-    last = ("", "")
+    columns = [Column("Setting of the paper", "left"), Column("Number", "left")]
+    columns += [Column("paper"), Column("ours"), Column("difference")]
+    rows, remarks = [], []
     for item in comparisons:
-        remark = _remark(item)
-        # a remark that stands in the line above is not said again
-        shown = "" if (item.what, remark) == last else remark
-        rows.append(
-            [
-                Cell(item.what),
-                Cell(item.metric),
-                Cell(_number(item.paper, item.metric)),
-                Cell(_ours(item)),
-                Cell("" if math.isnan(item.difference) else _signed(item.difference, item.metric)),
-                Cell(shown),
-            ]
-        )
-        last = (item.what, remark)
+        numbers = (_number(item.paper, item.metric), _ours(item), _number(item.difference, item.metric, sign="+"))
+        rows.append([Cell(text) for text in (item.what, item.metric, *numbers)])
+        remarks.append((item.what, _remark(item)))
     if remarks_below:
-        said = dict.fromkeys((item.what, _remark(item)) for item in comparisons)
-        notes = [f"{what}: {remark}." for what, remark in said if remark]
-        return Table(columns[:-1], [row[:-1] for row in rows], title=title, notes=notes)
-    return Table(columns, rows, title=title)
+        notes = [f"{what}: {remark}." for what, remark in dict.fromkeys(remarks) if remark]
+        return Table(columns, rows, title=title, notes=notes)
+    for row, remark, before in zip(rows, remarks, [None, *remarks], strict=False):
+        row.append(Cell("" if remark == before else remark[1]))  # what stands in the line above is not said again
+    return Table([*columns, Column("What we ran, and why it differs", "left")], rows, title=title)
 
 
-def reproduction_document(summaries: Sequence[StudySummary], pictures: Mapping[str, str], *, paper: str) -> str:
+def reproduction_document(summaries: Sequence[StudySummary], pictures: Mapping[str, str]) -> str:
     """The document: for every study its table and pictures, what was run on what, and what was not run.
 
     Args:
         summaries: the studies, in the order of the document.
         pictures: figure name -> path as the document should refer to it.
-        paper: title and address of the paper.
     """
     run = [item for summary in summaries for item in summary.comparisons if item.run and not math.isnan(item.paper)]
     left = [item for summary in summaries for item in summary.comparisons if not item.run]
@@ -133,8 +116,8 @@ def reproduction_document(summaries: Sequence[StudySummary], pictures: Mapping[s
         "Made by `rmd-reproduce`; do not edit. Every number in the column *ours* was measured by the command that is "
         "named with it. A line without a number was not run here.",
         "",
-        f"The paper: {paper}. All numbers are percentages unless they count something. Most of our settings are "
-        "smaller than the paper's, so the level of a number may differ; what should agree is who is ahead of whom, "
+        f"The paper: Ren et al., [{TITLE}]({ADDRESS}). All numbers are percentages unless they count something. "
+        "Most of our settings are smaller than the paper's, so the level of a number may differ; what should agree is who is ahead of whom, "
         "and why. The last column says what differs.",
         "",
         f"{len(run)} published numbers have one of ours beside them; {len(left)} were not run here. "
@@ -162,22 +145,14 @@ def reproduction_document(summaries: Sequence[StudySummary], pictures: Mapping[s
 
 
 def write_document(
-    path: str | os.PathLike[str],
-    folders: Sequence[Path],
-    *,
-    paper: str,
-    pictures_dir: str = "docs/reproduction",
+    path: str | os.PathLike[str], folders: Sequence[Path], *, pictures_dir: str = "reproduction"
 ) -> Path:
     """Write the document, with the pictures in a folder beside it.
 
     Args:
         path: file to write.
         folders: folders of the studies, in the order of the document; those without a summary are left out.
-        paper: title and address of the paper.
         pictures_dir: folder of the pictures, relative to the document.
-
-    Returns:
-        The file.
     """
     path = Path(path)
     found = [(folder, StudySummary.read(folder)) for folder in folders if (folder / SUMMARY).is_file()]
@@ -193,7 +168,7 @@ def write_document(
                 shutil.copyfile(source, target / source.name)
                 pictures[name] = f"{pictures_dir}/{source.name}"
     with replacing(path) as file:
-        file.write(reproduction_document([summary for _, summary in found], pictures, paper=paper))
+        file.write(reproduction_document([summary for _, summary in found], pictures))
     return path
 
 
@@ -212,28 +187,21 @@ def _machines(summaries: Sequence[StudySummary]) -> list[str]:
     return [f"{text}; {total / 60:.0f} minutes in all.", ""]
 
 
-def _remark(item: Comparison) -> str:
+def _remark(item: PaperNumber) -> str:
     if not item.run:
         return f"not run: {item.reason}" if item.reason else "not run"
     return ". ".join(part for part in (item.setting, item.reason) if part)
 
 
-def _counts(metric: str) -> bool:
-    return metric.startswith(("leading directions", "d at"))
-
-
-def _number(value: float, metric: str) -> str:
+def _number(value: float, metric: str, *, sign: str = "") -> str:
     if math.isnan(value):
         return ""
-    return f"{value:.0f}" if _counts(metric) else f"{value:.2f}"
+    counts = metric.startswith(("leading directions", "d at"))
+    return f"{value:{sign}.{0 if counts else 2}f}"
 
 
-def _ours(item: Comparison) -> str:
+def _ours(item: PaperNumber) -> str:
     if not item.run:
         return "not run"
     text = _number(item.ours, item.metric)
     return text if math.isnan(item.spread) else f"{text} ± {item.spread:.2f}"
-
-
-def _signed(value: float, metric: str) -> str:
-    return f"{value:+.0f}" if _counts(metric) else f"{value:+.2f}"
