@@ -1,1 +1,1 @@
-"""Commands: compose a config, instantiate, call, write. No maths."""
+"""The commands: compose a config, instantiate, call, write. No maths."""

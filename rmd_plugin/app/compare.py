@@ -1,24 +1,129 @@
-"""``rmd-compare``: detectors on a benchmark, from a checkpoint, a frozen backbone or a file of features."""
+"""``compare(cfg)``, the whole of ``rmd-compare``; and what it shares with ``rmd-train``: tables, figures, outputs."""
 
-import hydra
-from omegaconf import DictConfig
+from __future__ import annotations
 
-from rmd_plugin.app.configs import config_path, register_resolvers
+import logging
+import sys
 
-register_resolvers()
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from rmd_plugin.app.configs import repeatable
+from rmd_plugin.app.errors import whole_number
+from rmd_plugin.app.parts import (
+    about,
+    choose_device,
+    has_weights,
+    make_backbone,
+    make_benchmark,
+    make_detectors,
+    make_extractor,
+    run_names,
+)
+from rmd_plugin.atomic import replacing
+from rmd_plugin.backbones.base import Backbone
+from rmd_plugin.compare.comparison import Comparison
+from rmd_plugin.compare.comparison import compare as compare_detectors
+from rmd_plugin.compare.extraction import Extractor
+from rmd_plugin.report.provenance import current_command
+from rmd_plugin.report.run_folder import RunFolder
+from rmd_plugin.report.table import to_html, to_latex, to_markdown, to_terminal
+from rmd_plugin.report.tables import comparison_tables
 
 
-@hydra.main(version_base="1.3", config_path=config_path(), config_name="compare")
-def main(config: DictConfig) -> None:
-    """Run one comparison; in a multirun Hydra calls this once per combination.
+def compare(cfg: DictConfig) -> None:
+    """Compare the detectors of a config and write everything into its output folder.
 
-    Nothing is returned for sweepers that search: the numbers are of test data, and nobody should tune on those.
+    Args:
+        cfg: the composed ``conf/compare.yaml``.
     """
-    # torch is imported only here: --help takes a second
-    from rmd_plugin.app.compare_job import run
+    whole_number(cfg.seed, "seed")
+    # some detectors tell how their fit went; the table has what counts
+    logging.getLogger("pytorch_ood").setLevel(logging.WARNING)
+    folder = RunFolder(cfg.paths.output_dir)
+    with folder.running(config=repeatable(cfg, "compare"), about=about(cfg), command=current_command("rmd-compare")):
+        _check_required(cfg)
+        device = choose_device(str(cfg.device))
+        benchmark = make_benchmark(cfg)
+        num_classes = benchmark.num_classes if cfg.head == "own" else None
+        backbone = make_backbone(cfg, benchmark, num_classes=num_classes)
+        extractor = make_extractor(cfg, benchmark, backbone, device)
+        result = evaluate(cfg, extractor, folder, remark=_remark(cfg, backbone))
+        print(f"Written to {folder.path}")
+        if result.interrupted:
+            raise KeyboardInterrupt
 
-    run(config)
+
+def evaluate(cfg: DictConfig, extractor: Extractor, folder: RunFolder, *, remark: str = "") -> Comparison:
+    """Compare the detectors of a config; write and show the results.
+
+    Args:
+        cfg: the job's config.
+        extractor: the benchmark behind the backbone.
+        folder: where to write; rows are there after every detector.
+        remark: for the accuracy's row.
+    """
+    benchmark, backbone = run_names(cfg)
+    result = compare_detectors(
+        extractor,
+        make_detectors(cfg),
+        benchmark=benchmark,
+        backbone=backbone,
+        seed=cfg.seed,
+        head=cfg.head,
+        resamples=cfg.resamples,
+        remark=remark,
+        after_each=lambda so_far: folder.write_rows(so_far.rows),
+    )
+    write_outputs(result, folder, figures=bool(cfg.figures))
+    console = Console(width=None if sys.stdout.isatty() else 200)  # into a file or pipe at full width
+    for table in comparison_tables(result.rows):
+        console.print(to_terminal(table, width=console.width))
+    return result
+
+
+def write_outputs(result: Comparison, folder: RunFolder, *, figures: bool = True) -> None:
+    """Write rows, scores, tables and pictures of a comparison."""
+    folder.write_rows(result.rows)
+    folder.write_scores(result.scores)
+    tables = comparison_tables(result.rows)
+    for name, render in (("table.md", to_markdown), ("table.tex", to_latex), ("table.html", to_html)):
+        with replacing(folder.file(name)) as file:
+            file.write("\n".join(map(render, tables)))
+    if not figures or not result.scores:
+        return
+    # matplotlib takes a second to import, and not every run draws
+    from rmd_plugin.report.figures import auroc_figure, histogram_figure, roc_figure
+    from rmd_plugin.report.style import save_figure
+
+    folder.file("figures").mkdir(parents=True, exist_ok=True)
+    title = f"{result.rows[0].benchmark}, {result.rows[0].backbone}"
+    made = {
+        "auroc": auroc_figure(result.rows, title),
+        "roc": roc_figure(result.scores, result.rows, title=title),
+        "histograms": histogram_figure(result.scores, result.rows, title=title),
+    }
+    for name, figure in made.items():
+        save_figure(figure, folder.file("figures") / name)
+
+
+def _check_required(cfg: DictConfig) -> None:
+    # the number of input features is found from the data
+    missing = sorted(OmegaConf.missing_keys(cfg.benchmark) | OmegaConf.missing_keys(cfg.backbone))
+    if missing := [key for key in missing if key != "backbone.in_features"]:
+        group = missing[0].partition(".")[0]
+        raise ValueError(f"{group}={cfg.names[group]} needs {' and '.join(missing)}: give {missing[0]}=VALUE.")
+
+
+def _remark(cfg: DictConfig, backbone: Backbone) -> str:
+    node = cfg.backbone
+    trained = node.get("pretrained", False) or (cfg.checkpoint or node.get("checkpoint")) is not None
+    if has_weights(backbone) and not trained:
+        return "the encoder is untrained: checkpoint=FILE loads a trained one"
+    return ""
 
 
 if __name__ == "__main__":
-    main()
+    from rmd_plugin.app import commands
+
+    commands.compare()

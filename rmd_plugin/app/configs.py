@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from omegaconf import OmegaConf
-
-#: the backbone that a benchmark is run with if none is chosen
-DEFAULT_BACKBONES = {
-    "simulation": "identity",
-    "features": "identity",
-    "digits": "small_cnn",
-    "clinc150": "bert",
-    "cifar10_vs_cifar100": "resnet56_cifar",
-    "cifar100_vs_cifar10": "efficientnet_lite0",
-    "genomics": "genomics_cnn",
-}
-#: what is trained instead: the identity has nothing that learns but its head
-TRAINED_BACKBONES = {**DEFAULT_BACKBONES, "simulation": "mlp", "features": "mlp"}
-
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 #: of a folder's name, in bytes: file systems allow 255, and the hash comes behind it
 _LONGEST = 150
@@ -31,10 +18,93 @@ _LONGEST = 150
 _WATCHED = (("rmd", "mahalanobis"), ("msp", "energy", "max_logit", "knn", "marginal", "partial"))
 
 
+def prepare_hydra() -> str:
+    """Make our resolvers and the shared configs known to Hydra.
+
+    Returns:
+        Search path of the configs, for ``hydra.main``.
+    """
+    register_resolvers()
+    if not _importable("hydra_plugins.rmd_plugin"):  # a checkout that is not installed: Hydra does not find it itself
+        from hydra.core.plugins import Plugins
+
+        from rmd_plugin.hydra_plugin.search_path import RmdSearchPath
+
+        Plugins.instance().register(RmdSearchPath)
+    return config_path()
+
+
+def _importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def config_path(part: str = "") -> str:
+    """Search path of the configs: the package ``rmd_plugin.conf`` where installed, else the checkout's ``conf``.
+
+    Args:
+        part: folder below it, for example ``shared``.
+    """
+    if find_spec("rmd_plugin.conf") is not None:
+        return f"pkg://rmd_plugin.conf{'.' + part if part else ''}"
+    checkout = Path(__file__).resolve().parents[2] / "conf" / part
+    if not checkout.is_dir():
+        raise FileNotFoundError(f"the configs of rmd-plugin are neither installed nor in {checkout}: install it again.")
+    return str(checkout)
+
+
+def _root() -> Any:
+    place = config_path()
+    return files(place.removeprefix("pkg://")) if place.startswith("pkg://") else Path(place)
+
+
+def group_choices(group: str) -> list[str]:
+    """Names of the configs of a group, those of folders below it as ``folder/name``; hidden ones start with ``_``."""
+    found: list[str] = []
+    for root in (_root(), _root().joinpath("shared")):
+        place = root.joinpath(*group.split("/"))
+        for item in sorted(place.iterdir(), key=lambda item: item.name) if place.is_dir() else ():
+            if item.name.endswith(".yaml") and not item.name.startswith("_"):
+                found.append(item.name.removesuffix(".yaml"))
+            elif item.is_dir() and not item.name.startswith("_"):
+                found += [f"{item.name}/{name}" for name in group_choices(f"{group}/{item.name}")]
+    return sorted(dict.fromkeys(found))
+
+
+def choices(*groups: str) -> str:
+    """The configs of some groups, a line each: Hydra's own list has those of the other commands too."""
+    return "\n".join(f"{group}: {', '.join(group_choices(group))}" for group in groups)
+
+
+def options(command: str) -> str:
+    """The options of a command as they stand in its YAML, with the comments, which Hydra's own help drops."""
+    text = _root().joinpath(f"{command}.yaml").read_text(encoding="utf-8")
+    after_defaults = re.split(r"^defaults:\n(?:  .*\n)+", text, maxsplit=1, flags=re.MULTILINE)[-1]
+    shown = re.sub(r"^names:.*\Z", "", after_defaults, flags=re.MULTILINE | re.DOTALL).strip()
+    return shown.replace("$", "$$")  # Hydra fills in $CONFIG afterwards, and takes any other dollar for a mistake
+
+
 def watched_by_default(detectors: Container[str]) -> list[str]:
     """Names of the chosen detectors that are watched during training."""
     usual, others = ([name for name in names if name in detectors] for names in _WATCHED)
     return usual or others[:1]
+
+
+def monitored(detectors: DictConfig, names: Sequence[str] | None) -> DictConfig:
+    """The nodes of ``detector=`` that ``monitor=`` names, for OODMonitor to complete with what the network has.
+
+    Raises:
+        ValueError: if a name is not among the chosen detectors.
+    """
+    missing = [str(name) for name in names or () if name not in detectors]
+    if missing:
+        raise ValueError(
+            f"monitor names {', '.join(missing)}, which detector= does not choose. "
+            f"Chosen are {', '.join(map(str, detectors))}."
+        )
+    return OmegaConf.create({name: {**detectors[name], "_partial_": True} for name in names or ()})
 
 
 def job_folder(overrides: str) -> str:
@@ -53,33 +123,43 @@ def job_folder(overrides: str) -> str:
     return f"{start}-{hashlib.sha256(overrides.encode()).hexdigest()[:10]}"
 
 
-def choices(*groups: str) -> str:
-    """The configs of some groups, a line each: Hydra's own list has those of the other commands too."""
-    root = files("rmd_plugin.conf") if find_spec("rmd_plugin.conf") is not None else Path(config_path())
-    lines = []
-    for group in groups:
-        names = sorted(file.name for file in root.joinpath(group).iterdir() if file.name.endswith(".yaml"))
-        lines.append(f"{group}: {', '.join(name.removesuffix('.yaml') for name in names)}")
-    return "\n".join(lines)
-
-
-def config_path() -> str:
-    """Search path of the configs: the package ``rmd_plugin.conf`` where installed, else the checkout's ``conf``."""
-    if find_spec("rmd_plugin.conf") is not None:
-        return "pkg://rmd_plugin.conf"
-    checkout = Path(__file__).resolve().parents[2] / "conf"
-    if not checkout.is_dir():
-        raise FileNotFoundError(f"the configs of rmd-plugin are neither installed nor in {checkout}: install it again.")
-    return str(checkout)
-
-
 def register_resolvers() -> None:
     """Make the resolvers known that our configs use; doing it twice does no harm."""
-    OmegaConf.register_new_resolver(
-        "rmd_backbone_for", lambda benchmark: DEFAULT_BACKBONES.get(benchmark, "identity"), replace=True
-    )
-    OmegaConf.register_new_resolver(
-        "rmd_trained_backbone_for", lambda benchmark: TRAINED_BACKBONES.get(benchmark, "small_cnn"), replace=True
-    )
-    for name, resolver in (("watched", watched_by_default), ("job_folder", job_folder), ("choices", choices)):
+    resolvers = {
+        "watched": watched_by_default,
+        "monitored": monitored,
+        "job_folder": job_folder,
+        "choices": choices,
+        "options": options,
+    }
+    for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(f"rmd_{name}", resolver, replace=True)
+
+
+def compose_train(overrides: Sequence[str]) -> DictConfig:
+    """Compose the config of one run of ``rmd-train`` inside of another Hydra command.
+
+    Args:
+        overrides: as typed after ``rmd-train``; ``paths.output_dir`` is among them.
+    """
+    from hydra import compose
+
+    cfg = compose("train", overrides=list(overrides), return_hydra_config=True)
+    with open_dict(cfg):  # outside of its own job Hydra does not answer questions about its choices
+        cfg.names.update({name: cfg.hydra.runtime.choices[name] for name in ("benchmark", "backbone")})
+        del cfg.hydra
+    return cfg
+
+
+def repeatable(cfg: DictConfig, command: str) -> str:
+    """The config as text from which the run can be repeated: ``rmd-train --config-dir OUT --config-name config``.
+
+    References to the output folder stay references, so that the repetition writes to a folder of its own.
+
+    Args:
+        cfg: the composed config.
+        command: ``train`` or ``compare``.
+    """
+    plain: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
+    plain.names = OmegaConf.to_container(cfg.names, resolve=True)  # known to Hydra only while it composes
+    return f"defaults:\n  - command@hydra: {command}\n  - _self_\n{OmegaConf.to_yaml(plain)}"

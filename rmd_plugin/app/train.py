@@ -1,25 +1,164 @@
-"""``rmd-train``: train a backbone on a benchmark, watch its detectors, compare them, write a report."""
+"""``train(cfg)``, the whole of ``rmd-train``: data, network, callbacks, loggers, trainer; fit; compare; report."""
 
-import hydra
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytorch_lightning as pl
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from rmd_plugin.app.configs import config_path, register_resolvers
+from rmd_plugin.app.classifier import Classifier
+from rmd_plugin.app.compare import evaluate
+from rmd_plugin.app.configs import repeatable
+from rmd_plugin.app.data import BenchmarkData
+from rmd_plugin.app.ddp import helps_to_train, single_job
+from rmd_plugin.app.errors import whole_number
+from rmd_plugin.app.fitting import CHECKPOINTS, check_optimizer, logged_warnings, pretrain, resume_point, stoppable
+from rmd_plugin.app.parts import (
+    about,
+    check_backbone_takes,
+    make_backbone,
+    make_benchmark,
+    make_callbacks,
+    make_detectors,
+    make_extractor,
+    make_loggers,
+)
+from rmd_plugin.app.trainer import evaluation_device, make_trainer
+from rmd_plugin.backbones.base import Backbone
+from rmd_plugin.backbones.checkpoint import CheckpointError
+from rmd_plugin.benchmarks.base import OODBenchmark
+from rmd_plugin.compare.contributions import direction_terms
+from rmd_plugin.compare.extraction import Extractor
+from rmd_plugin.monitor.callback import OODMonitor
+from rmd_plugin.report.page import write_report
+from rmd_plugin.report.provenance import current_command
+from rmd_plugin.report.run_folder import RunFolder
 
-register_resolvers()
+log = logging.getLogger(__name__)
 
 
-@hydra.main(version_base="1.3", config_path=config_path(), config_name="train")
-def main(config: DictConfig) -> float | None:
-    """Run one job; in a multirun Hydra calls this once per combination.
+def train(cfg: DictConfig) -> float | None:
+    """Run the job that a config describes and write everything into its output folder.
+
+    Args:
+        cfg: the composed ``conf/train.yaml``.
 
     Returns:
-        The best validation accuracy, for sweepers that search. It does not depend on any OOD data.
+        The best value of what the checkpoints are chosen by, the validation accuracy; None where nothing was trained.
     """
-    # torch and Lightning are imported only here: --help takes a second
-    from rmd_plugin.app.training_job import run
+    folder = RunFolder(cfg.paths.output_dir)
+    if cfg.resume and folder.done:
+        log.info("finished before, not run again: %s", folder.path)
+        return None
+    for chatty in ("pytorch_lightning.utilities.rank_zero", "pytorch_ood"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)  # the table at the end is what the user waits for
+    pl.seed_everything(whole_number(cfg.seed, "seed"), workers=True, verbose=False)
+    running = folder.running(config=repeatable(cfg, "train"), about=about(cfg), command=current_command("rmd-train"))
+    with logged_warnings(), nullcontext() if helps_to_train() else running:
+        make_detectors(cfg)  # a wrong choice is said before hours of training
+        benchmark = make_benchmark(cfg)
+        backbone = _new_backbone(cfg, benchmark)
+        data = BenchmarkData(
+            benchmark,
+            train_transform=backbone.train_transform,
+            test_transform=backbone.test_transform,
+            batch_size=cfg.batch_size,
+            num_workers=cfg.num_workers,
+            seed=cfg.seed,
+        )
+        check_backbone_takes(cfg, backbone, data.fit_dataloader().dataset[0][0])
+        if cfg.pretrain:
+            pretrain(cfg, backbone, data, folder)
 
-    return run(config)
+        score, interrupted = None, False
+        if cfg.train:
+            module = Classifier(backbone, **instantiate(cfg.optimizer))
+            check_optimizer(module)
+            trainer = make_trainer(cfg.trainer, callbacks=make_callbacks(cfg), logger=make_loggers(cfg) or False)
+            with stoppable(trainer), single_job():
+                trainer.fit(module, datamodule=data, ckpt_path=resume_point(cfg, backbone, folder))
+            score, interrupted = _after_fit(cfg, trainer, backbone, folder), trainer.interrupted
+            if helps_to_train():  # a further process of DDP
+                return None
+        else:
+            _load_trained(cfg, backbone)
+
+        extractor = make_extractor(cfg, benchmark, backbone, evaluation_device(cfg.trainer))
+        result = evaluate(cfg, extractor, folder)
+        folder.write_directions(direction_terms(extractor))
+        print(f"Report: {write_report(folder)}")
+        if interrupted or result.interrupted:
+            raise KeyboardInterrupt
+        return score
+
+
+def load_run(cfg: DictConfig) -> Extractor:
+    """The benchmark of a finished run behind the weights that its comparison was of.
+
+    Args:
+        cfg: the config of the run.
+    """
+    benchmark = make_benchmark(cfg)
+    backbone = _new_backbone(cfg, benchmark)
+    folder = RunFolder(cfg.paths.output_dir)
+    if cfg.train:
+        _load(backbone, folder.path / CHECKPOINTS / f"{cfg.weights}.ckpt")
+    else:
+        if cfg.pretrain:
+            pretrain(cfg, backbone, None, folder)
+        _load_trained(cfg, backbone)
+    return make_extractor(cfg, benchmark, backbone, evaluation_device(cfg.trainer))
+
+
+def _new_backbone(cfg: DictConfig, benchmark: OODBenchmark) -> Backbone:
+    own_head = cfg.train or cfg.head == "own"
+    return make_backbone(cfg, benchmark, num_classes=benchmark.num_classes if own_head else None)
+
+
+def _after_fit(cfg: DictConfig, trainer: pl.Trainer, backbone: Backbone, folder: RunFolder) -> float | None:
+    """Write the history, put the weights to be compared into the backbone, and return their score."""
+    if cfg.weights not in ("best", "last"):
+        raise ValueError(f"weights must be best or last, got {cfg.weights!r}.")
+    history = [row for callback in trainer.callbacks if isinstance(callback, OODMonitor) for row in callback.history]
+    if trainer.is_global_zero and history:
+        folder.write_history(history)
+    kept = next((item for item in trainer.checkpoint_callbacks if getattr(item, "monitor", None)), None)
+    best = str(getattr(kept, "best_model_path", ""))
+    if trainer.interrupted and not best:
+        raise KeyboardInterrupt
+    if cfg.weights == "best" and best:
+        _load(backbone, Path(best))
+    elif cfg.weights == "last" and not trainer.interrupted:
+        # of the very end: what came after the last validation counts, and averaged weights too
+        trainer.save_checkpoint(folder.path / CHECKPOINTS / "last.ckpt")
+    backbone.head_loaded = True
+    score = getattr(kept, "best_model_score", None)
+    return None if score is None else float(score)
+
+
+def _load_trained(cfg: DictConfig, backbone: Backbone) -> None:
+    """With ``train=false``: the weights that are evaluated."""
+    if cfg.ckpt_path is not None:
+        _load(backbone, Path(cfg.ckpt_path))
+    elif cfg.head == "own" and not backbone.head_loaded:
+        raise ValueError(
+            "train=false evaluates trained weights: give ckpt_path=FILE or backbone.checkpoint=FILE, "
+            "or for a backbone without a classifier head=linear_probe or head=null."
+        )
+
+
+def _load(backbone: Backbone, path: Path) -> None:
+    """Take over the weights of a checkpoint; nothing in the file is executed."""
+    backbone.load_checkpoint(path)
+    if not backbone.head_loaded:
+        raise CheckpointError(f"{path} holds no classifier. Train one: backbone.checkpoint={path} train=true.")
 
 
 if __name__ == "__main__":
-    main()
+    from rmd_plugin.app import commands
+
+    commands.train()

@@ -9,4 +9,9 @@ class RmdSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Add ``conf/shared``, and nothing else of ours: our experiments must not show up in foreign apps."""
-        search_path.append(provider="rmd-plugin", path="pkg://rmd_plugin.conf.shared")
+        from rmd_plugin.app.configs import config_path
+
+        try:
+            search_path.append(provider="rmd-plugin", path=config_path("shared"))
+        except FileNotFoundError:
+            return  # neither installed nor a checkout: nobody's app should fail of it

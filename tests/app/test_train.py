@@ -1,30 +1,24 @@
 """``rmd-train`` as a user runs it: one process per command, on scikit-learn's digits."""
 
-import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import config_kit
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from config_kit import ROOT, choices, composed
 from omegaconf import OmegaConf
 
-from rmd_plugin.app.configs import register_resolvers
 from rmd_plugin.compare.rows import read_rows
 from rmd_plugin.report.run_folder import RunFolder
 
-ROOT = Path(__file__).resolve().parents[2]
-CONF = ROOT / "conf"
 #: small enough for seconds, large enough to be a real training
 TINY = ["trainer.max_epochs=2", "detector=[rmd,mahalanobis,msp]", "figures=false", "resamples=50"]
 
 
 def environment():
-    # Debian's chromium, the user's cache and data have no part in these tests
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    return config_kit.environment(PYTHONWARNINGS="default")
 
 
 def command(*arguments, module="rmd_plugin.app.train"):
@@ -42,35 +36,22 @@ def run(folder, *arguments, check=True, module="rmd_plugin.app.train"):
     return done
 
 
-def choices(group):
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
-@pytest.fixture
-def composed():
-    register_resolvers()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield lambda *overrides: compose("train", overrides=list(overrides), return_hydra_config=True)
-    GlobalHydra.instance().clear()
-
-
-@pytest.mark.parametrize("group", ["optimizer", "pretrain", "trainer", "logger"])
-def test_every_choice_composes(composed, group):
+@pytest.mark.parametrize("group", ["optimizer", "pretrain", "trainer", "logger", "callbacks"])
+def test_every_choice_composes(group):
     for choice in choices(group):
-        config = composed(f"{group}={choice}")
+        config = composed("train", f"{group}={choice}")
         assert OmegaConf.to_container(config[group], resolve=False) is not None
 
 
-def test_all_detectors_compose_together(composed):
-    config = composed(f"detector=[{','.join(choices('detector'))}]")
+def test_all_detectors_compose_together():
+    config = composed("train", f"detector=[{','.join(choices('detector'))}]")
     assert {"rmd", "relative_flow", "msp", "knn"} <= set(config.detector)
     assert all(node._target_.startswith(("rmd_plugin.", "pytorch_ood.")) for node in config.detector.values())
 
 
 @pytest.mark.parametrize("sweep", choices("sweep"))
-def test_every_sweep_composes_and_sets_what_it_sweeps(composed, sweep):
-    assert composed(f"sweep={sweep}").hydra.sweeper.params
+def test_every_sweep_composes_and_sets_what_it_sweeps(sweep):
+    assert composed("train", f"sweep={sweep}").hydra.sweeper.params
 
 
 def test_an_unknown_choice_lists_the_known_ones(tmp_path):
@@ -83,14 +64,18 @@ def test_an_unknown_choice_lists_the_known_ones(tmp_path):
 def test_help_names_the_choices_and_imports_nothing_heavy(tmp_path):
     code = (
         "import sys; sys.argv = ['rmd-train', '--help']\n"
-        "from rmd_plugin.app.train import main\n"
-        "try: main()\nexcept SystemExit: pass\n"
+        "from rmd_plugin.app.commands import train\n"
+        "try: train()\nexcept SystemExit: pass\n"
         "assert not {'torch', 'pytorch_lightning', 'matplotlib'} & set(sys.modules), 'heavy'"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
     )
     assert "benchmark: cifar100_vs_cifar10" in done.stdout
+    assert "ood_monitor" in done.stdout
+    assert "table1/" in done.stdout
+    # the comments of the YAML tell the alternatives
+    assert "head: own  # classifier of the comparison: own (trained), linear_probe" in done.stdout
 
 
 @pytest.mark.slow

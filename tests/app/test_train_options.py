@@ -5,13 +5,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import config_kit
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from rmd_plugin.app.commands import train as main
 from rmd_plugin.app.configs import job_folder, watched_by_default
-from rmd_plugin.app.train import main
+from rmd_plugin.app.errors import explain
 from rmd_plugin.backbones.small import MLP
 from rmd_plugin.report.run_folder import RunFolder
 
@@ -34,19 +36,12 @@ def train(tmp_path, monkeypatch, capfd):
     def call(*arguments, out="out", check=True):
         # Hydra's parser wants -m before the overrides
         where = ["-m"] if "-m" in arguments else [f"hydra.run.dir={out}"]
-        monkeypatch.setattr(sys, "argv", ["rmd-train", *where, *TINY, *(word for word in arguments if word != "-m")])
-        GlobalHydra.instance().clear()
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code
+        code = config_kit.call(main, monkeypatch, "rmd-train", *where, *TINY, *(w for w in arguments if w != "-m"))
         printed = capfd.readouterr()
         assert not check or code == 0, printed.err
         return code, printed.out, printed.err
 
-    yield call
-    GlobalHydra.instance().clear()
+    return call
 
 
 def watched(folder):
@@ -74,9 +69,15 @@ def watched(folder):
         (["ckpt_path=other.ckpt", "train=false"], "does not fit MLP(in_features=64, hidden=[8]"),
         (["ckpt_path=weights.ckpt"], "backbone.checkpoint=weights.ckpt"),
         (["hydra.run.dir=damaged.ckpt/run"], "cannot write to"),
+        (["detector=[rmd,knnn]"], "there is no detector=knnn. Did you mean knn? There are: all, ash, "),
+        (["trainer.max_epoch=1"], "there is no option trainer.max_epoch. Did you mean trainer.max_epochs?"),
+        (["callbacks=[default,early_stoping]"], "Did you mean early_stopping?"),
+        (["+callbacks.mine.patience=3"], "callbacks.mine needs a class: +callbacks.mine._target_=package.Class."),
+        (["+callbacks.mine._target_=builtins.dict"], "callbacks.mine is a dict, expected a Lightning Callback"),
+        (["weights=first"], "weights must be best or last, got 'first'"),
     ],
 )
-def test_what_the_user_can_mend_is_one_line(train, tmp_path, options, message):
+def test_what_the_user_can_fix_is_one_line(train, tmp_path, options, message):
     (tmp_path / "damaged.ckpt").write_bytes(b"PK\x03\x04 not a checkpoint")
     torch.save({"state_dict": MLP(64, (5,), num_classes=6).state_dict()}, tmp_path / "other.ckpt")
     torch.save(MLP(64, (8,), num_classes=6).state_dict(), tmp_path / "weights.ckpt")
@@ -99,7 +100,7 @@ def test_a_fault_of_the_program_keeps_its_traceback(train, monkeypatch):
     def fail(self):
         raise KeyError("a bug")
 
-    monkeypatch.setattr("rmd_plugin.app.training_job.Job.train", fail)
+    monkeypatch.setattr("rmd_plugin.app.train.make_benchmark", fail)
     code, _, printed = train(check=False)
     assert code == 1
     assert "Traceback" in printed
@@ -111,14 +112,25 @@ def test_the_whole_story_is_told_on_demand(train, monkeypatch):
         train("optimizer.optimizer.lr=abc", check=False)
 
 
-def test_an_unknown_sweep_lists_the_known_ones_and_studies_are_not_offered(train):
+def test_an_unknown_choice_lists_those_there_are(train):
     code, _, printed = train("sweep=nope", check=False)
     assert code == 1
     assert "seeds" in printed
     assert "shrinkage" in printed
-    code, _, printed = train("experiment=table1", check=False)
+    code, _, printed = train("experiment=tabel1/cifar100", check=False)
     assert code == 1
-    assert "experiment" in printed
+    assert "Did you mean table1/cifar100?" in printed
+
+
+def test_a_launcher_that_is_not_installed_names_its_extra():
+    def sentence(name):
+        return explain(RuntimeError(f"Unknown plugin class : 'hydra_plugins.hydra_{name}_launcher.x.Launcher'"))
+
+    assert (
+        sentence("joblib") == 'joblib is not installed: pip install "rmd-plugin[sweep]" (in a checkout: -e ".[sweep]").'
+    )
+    assert "[sweep]" in sentence("submitit")
+    assert "[ray]" in sentence("ray")
 
 
 # -- monitor ------------------------------------------------------------------------------------------------------
@@ -203,7 +215,7 @@ def test_many_options_and_paths_make_no_impossible_folders(train, tmp_path):
 @pytest.mark.slow
 def test_a_failed_job_of_a_sweep_is_one_line_and_the_others_run(train, tmp_path, monkeypatch, capfd):
     at_exit = []
-    monkeypatch.setattr("rmd_plugin.app.multirun.atexit", SimpleNamespace(register=at_exit.append))
+    monkeypatch.setattr("rmd_plugin.app.hydra_callbacks.atexit", SimpleNamespace(register=at_exit.append))
     code, out, err = train("-m", "optimizer.optimizer.lr=abc,0.01", check=False)
     assert code == 1
     assert "Traceback" not in out + err

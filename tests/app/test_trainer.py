@@ -2,40 +2,29 @@
 
 import inspect
 import re
-from pathlib import Path
 
+import config_kit
 import pytest
 import pytorch_lightning as pl
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from config_kit import choices
 from hydra.errors import ConfigCompositionException
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from rmd_plugin.app.assembly import instantiate_plainly
-from rmd_plugin.app.configs import register_resolvers
-from rmd_plugin.app.trainer_options import evaluation_device, make_trainer
+from rmd_plugin.app.parts import build
+from rmd_plugin.app.trainer import evaluation_device, make_trainer
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 #: what the job gives itself
 OURS = {"logger", "callbacks"}
 #: arguments that came with Lightning 2.6, where older releases are supported too
 NEW = {"enable_autolog_hparams", "model_registry"}
 
 
-def choices(group):
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
 @pytest.fixture
 def composed(tmp_path):
-    register_resolvers()
-    GlobalHydra.instance().clear()
     fixed = [f"paths.output_dir='{tmp_path}'", "names.benchmark=digits", "names.backbone=mlp", "detector=[rmd]"]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield lambda *overrides: compose("train", overrides=[*fixed, *overrides])
-    GlobalHydra.instance().clear()
+    return lambda *overrides: config_kit.composed("train", *fixed, *overrides)
 
 
 @pytest.mark.parametrize("choice", choices("trainer"))
@@ -55,7 +44,7 @@ def test_every_logger_is_made_or_says_what_to_install(composed, choice, tmp_path
     for name, node in composed(f"logger={choice}").logger.items():
         assert inspect.isclass(get_class(node._target_))
         try:
-            logger = instantiate_plainly(node)
+            logger = build(node)
         except ModuleNotFoundError as error:
             assert re.search(r"install|No module", str(error)), error  # noqa: PT017
             pytest.skip(f"{name} is not installed")
@@ -114,7 +103,7 @@ def test_batch_norm_is_synchronised_on_gpus_only(composed, monkeypatch):
     make_trainer(composed("trainer=ddp", "trainer.accelerator=cpu").trainer)
     assert made == {"s": False}
     gpu = torch.device("cuda")
-    monkeypatch.setattr("rmd_plugin.app.trainer_options.choose_device", lambda wanted: gpu)
+    monkeypatch.setattr("rmd_plugin.app.trainer.choose_device", lambda wanted: gpu)
     make_trainer(composed("trainer=ddp").trainer)
     assert made == {"s": True}
     make_trainer(composed("trainer=ddp", "trainer.accelerator=cpu").trainer)
@@ -132,6 +121,6 @@ def test_batch_norm_is_synchronised_on_gpus_only(composed, monkeypatch):
     ],
 )
 def test_the_weights_are_evaluated_where_they_were_trained(monkeypatch, accelerator, devices, device):
-    monkeypatch.setattr("rmd_plugin.app.trainer_options.choose_device", lambda wanted: torch.device("cuda"))
+    monkeypatch.setattr("rmd_plugin.app.trainer.choose_device", lambda wanted: torch.device("cuda"))
     node = OmegaConf.create({"accelerator": accelerator, "devices": devices})
     assert evaluation_device(node) == torch.device(device)

@@ -19,6 +19,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import read_write
+from pytorch_lightning.utilities import rank_zero_only
 
 from rmd_plugin.report.provenance import job_arguments
 
@@ -26,6 +27,11 @@ from rmd_plugin.report.provenance import job_arguments
 _GROUP = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 #: what the other processes run if this one is a worker of a launcher, whose own program is none of ours
 _PROGRAM = "rmd_plugin.app.train"
+
+
+def helps_to_train() -> bool:
+    """Whether this is a further process of DDP, which only trains: the first one compares and writes."""
+    return bool(getattr(rank_zero_only, "rank", 0))
 
 
 @contextmanager

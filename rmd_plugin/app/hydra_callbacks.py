@@ -1,6 +1,6 @@
-"""The Hydra callback that keeps the books of jobs and sweeps.
+"""What Hydra does around our jobs: look at the output folder first, report on a sweep when it ends.
 
-Config: ``hydra.callbacks.report: {_target_: rmd_plugin.app.multirun.ReportCallback}``.
+Named in ``conf/command/*.yaml`` under ``hydra.callbacks``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,41 @@ from rmd_plugin.report.run_folder import RunFolder, RunFolderError, describe_err
 
 log = logging.getLogger(__name__)
 
-
 #: written when a sweep begins: other sweeps may have left their jobs in the same folder
 _STARTED = ".started"
 #: written by Hydra when a job begins
 _NOTE = ".hydra/overrides.yaml"
+
+
+class OutputFolderCallback(Callback):
+    """Ends the command with one sentence where its folder cannot be written to: Hydra ends with a traceback.
+
+    Args:
+        command: name of the command, for the sentence.
+        option: the option that names the folder.
+    """
+
+    def __init__(self, command: str, option: str = "hydra.run.dir") -> None:
+        self.command, self.option = command, option
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Look at the folder of a single job."""
+        self._check(str(config.hydra.run.dir), self.option)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Look at the folder of a sweep."""
+        self._check(str(config.hydra.sweep.dir), "hydra.sweep.dir")
+
+    def _check(self, folder: str, option: str) -> None:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            # permissions alone do not tell: disks are full or read-only
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            reason = error.strerror or str(error)
+            print(f"{self.command}: cannot write to {folder}: {reason}. Give another {option}=FOLDER.", file=sys.stderr)
+            sys.exit(1)
 
 
 class ReportCallback(Callback):

@@ -13,7 +13,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from rmd_plugin.app.assembly import choose_device, instantiate_plainly
+from rmd_plugin.app.parts import build, choose_device
 
 #: ``sync_batchnorm: auto``
 _AUTO = "auto"
@@ -43,7 +43,7 @@ def make_trainer(node: DictConfig, **ours: Any) -> pl.Trainer:
         given["sync_batchnorm"] = evaluation_device(given) != torch.device("cpu")
     plain = OmegaConf.create({"_target_": node._target_, **given})
     try:
-        return cast(pl.Trainer, instantiate_plainly(plain, {"_partial_": True})(**ours))
+        return cast(pl.Trainer, build(plain, _partial_=True)(**ours))
     except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
         where = f"accelerator={given.get('accelerator')} devices={given.get('devices')}"
         raise ValueError(

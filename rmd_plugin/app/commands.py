@@ -1,0 +1,60 @@
+"""The entry points ``rmd-train`` and ``rmd-compare``. Imports nothing heavy, so that ``--help`` takes a second."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import hydra
+from omegaconf import DictConfig
+
+from rmd_plugin.app.configs import prepare_hydra
+from rmd_plugin.app.errors import hydra_errors, one_clear_error
+
+CONF = prepare_hydra()
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="train")
+def _train(cfg: DictConfig) -> float | None:
+    with one_clear_error("rmd-train"):
+        from rmd_plugin.app.train import train
+
+        return train(cfg)
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="compare")
+def _compare(cfg: DictConfig) -> None:
+    with one_clear_error("rmd-compare"):
+        from rmd_plugin.app.compare import compare
+
+        compare(cfg)
+
+
+def train() -> None:
+    """Train a backbone on a benchmark, watch and compare its detectors, write a report.
+
+    A job gives back its best validation accuracy, for sweepers that search. It does not depend on any OOD data.
+    """
+    run_command(_train, "rmd-train")
+
+
+def compare() -> None:
+    """Compare detectors on a benchmark, from a checkpoint, a frozen backbone or a file of features.
+
+    Nothing is given back to sweepers that search: the numbers are of test data, and nobody should tune on those.
+    """
+    run_command(_compare, "rmd-compare")
+
+
+def run_command(main: Callable[[], object], name: str) -> None:
+    """Run a Hydra command: what is wrong with its overrides is one sentence, and the current folder can be imported.
+
+    Args:
+        main: decorated by ``hydra.main``.
+        name: of the command, for the sentence.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # benchmarks, backbones and callbacks of the user's own, as for python script.py
+    with hydra_errors(name):
+        main()

@@ -1,0 +1,133 @@
+"""What a user can fix is one sentence, in the words of the command line. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+
+log = logging.getLogger(__name__)
+
+_FULL = "HYDRA_FULL_ERROR"
+#: whether the user asked for whole tracebacks, before :func:`hydra_errors` asks for them itself
+_asked = os.environ.get(_FULL, "0")
+
+
+class JobError(CompactHydraException):
+    """What stops one job of a sweep, in one sentence: Hydra shows no traceback for its kind."""
+
+
+@contextmanager
+def hydra_errors(command: str) -> Iterator[None]:
+    """Say in one sentence what is wrong with the overrides of a command, with the choices that there are.
+
+    Args:
+        command: its name.
+    """
+    global _asked
+    _asked = os.environ.get(_FULL, "0")
+    os.environ[_FULL] = "1"  # Hydra would print its own five lines and end the program
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, RuntimeError) as error:
+        # a plugin of Hydra's that is not installed is a RuntimeError; others are faults of the program
+        if _asked == "1" or (type(error) is RuntimeError and "plugin" not in str(error)):
+            raise
+        print(f"{command}: {explain(error)}", file=sys.stderr)
+        sys.exit(1)
+    finally:
+        os.environ[_FULL] = _asked
+
+
+@contextmanager
+def one_clear_error(command: str) -> Iterator[None]:
+    """End a job with one sentence where data, weights, disk or options are at fault.
+
+    Errors of other kinds are faults of the program and keep their traceback, as does everything under
+    ``HYDRA_FULL_ERROR=1``. In a multirun the sentence is logged and goes to Hydra, which runs the other jobs first.
+
+    Args:
+        command: its name.
+    """
+    os.environ[_FULL] = _asked  # the config is composed: from here on Hydra behaves as the user wants
+    try:
+        yield
+    except Exception as error:
+        if not _of_the_user(error) or _asked == "1":
+            raise
+        sentence = f"{command}: {explain(error)}"
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+            log.error("%s", sentence)
+            raise JobError(sentence) from None
+        print(sentence, file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        # what a shell expects of a program that was stopped, instead of a traceback
+        sys.exit(130)
+
+
+def _of_the_user(error: Exception) -> bool:
+    """Whether data, weights, disk, devices or options are at fault."""
+    kinds = (OSError, ValueError, ImportError, MissingMandatoryValue, InterpolationResolutionError)
+    # by name: the other commands do not import Lightning
+    return isinstance(error, kinds) or type(error).__name__ == "MisconfigurationException"
+
+
+def explain(error: BaseException) -> str:
+    """An error in one sentence, with what could be meant instead."""
+    if isinstance(error, MissingMandatoryValue):
+        name = error.full_key or str(error).splitlines()[0].rpartition(" ")[2]
+        return f"{name} must be given: add {name}=VALUE."
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        choices = list(error.options or _choices(group))
+        if not choices and "/" in group:  # experiment=folder/name with a wrong folder
+            group, _, above = group.partition("/")
+            choice, choices = f"{above}/{choice}", list(_choices(group))
+        return f"there is no {group or 'config'}={choice}.{closest(choice, choices)} There are: {', '.join(choices)}."
+    causes = [item for item in (error, error.__cause__) if isinstance(item, OmegaConfBaseException)]
+    for cause in causes:
+        if isinstance(cause, (AttributeError, KeyError)) and OmegaConf.is_dict(cause.parent_node):
+            name, keys = str(cause.full_key), [str(key) for key in cause.parent_node]  # type: ignore[union-attr]
+            where, _, key = name.rpartition(".")
+            keys = [item for item in keys if not item.startswith("_") and item != "hydra"]
+            hint = closest(key, keys, prefix=f"{where}." if where else "") or f" There are: {', '.join(keys)}."
+            return f"there is no option {name}.{hint} To add a new one: +{name}=VALUE."
+    text = " ".join(str(error).split()) or type(error).__name__
+    if missing := re.search(r"hydra_plugins\.hydra_(joblib|submitit|ray|optuna)\w*", text):
+        extra = {"ray": "ray", "optuna": "optuna"}.get(missing[1], "sweep")
+        return f'{missing[1]} is not installed: pip install "rmd-plugin[{extra}]" (in a checkout: -e ".[{extra}]").'
+    return text if not causes or isinstance(error, HydraException) else str(error).splitlines()[0]
+
+
+def _choices(group: str) -> Iterable[str]:
+    from rmd_plugin.app.configs import group_choices
+
+    return group_choices(group)
+
+
+def closest(word: str, choices: Iterable[str], *, prefix: str = "") -> str:
+    """`` Did you mean X?``, or nothing if no choice is like the word."""
+    found = difflib.get_close_matches(word, list(choices), n=1)
+    return f" Did you mean {prefix}{found[0]}?" if found else ""
+
+
+def whole_number(value: object, name: str) -> int:
+    """An option that must be a whole number.
+
+    Raises:
+        ValueError: if it is none; the message has the option's name.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number, got {value!r}.")
+    return value

@@ -1,0 +1,207 @@
+"""Config -> benchmark, backbone, detectors, callbacks and loggers that fit each other."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_class, instantiate
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.callbacks import Callback, Checkpoint, ModelSummary, ProgressBar
+from pytorch_lightning.loggers import Logger
+from torch import Tensor, nn
+
+from rmd_plugin.backbones.base import Backbone
+from rmd_plugin.benchmarks.base import OODBenchmark, as_benchmark
+from rmd_plugin.compare.adapters import Factory
+from rmd_plugin.compare.cache import FeatureCache
+from rmd_plugin.compare.extraction import Extractor
+from rmd_plugin.encoding.isolation import evaluating
+
+#: backbones whose config is for any model of a library: the model's name belongs to the backbone's
+_GENERIC = ("bert", "timm", "torchvision", "open_clip")
+#: options of backbones that the first sample of a benchmark decides where the config leaves them open
+_FROM_SAMPLE: dict[str, Callable[[Tensor], int]] = {
+    "in_features": Tensor.numel,
+    "in_channels": lambda sample: sample.shape[0] if sample.dim() > 1 else 1,
+    "dims": lambda sample: 2 if sample.dim() > 2 else 1,
+}
+
+
+def make_benchmark(cfg: DictConfig) -> OODBenchmark:
+    """The benchmark of a config, ours or any of the framework's, its reads encoded as the backbone takes them."""
+    node = cfg.benchmark
+    wanted = getattr(get_class(cfg.backbone._target_), "encoding", None)
+    if wanted is not None and "encoding" in node:
+        node = OmegaConf.merge(node, {"encoding": wanted})
+    return as_benchmark(build(node), seed=cfg.seed)
+
+
+def make_backbone(cfg: DictConfig, benchmark: OODBenchmark, *, num_classes: int | None = None) -> Backbone:
+    """The backbone of a config.
+
+    Args:
+        cfg: the job's config.
+        benchmark: what it is for: a missing input size is taken from its first sample.
+        num_classes: classes of a new head, where the config does not say; None leaves the head to the checkpoint.
+    """
+    node, changes = cfg.backbone, {}
+    undecided = [str(name) for name in node if name in _FROM_SAMPLE and node.get(name) is None]
+    if undecided:
+        sample = benchmark.train_set()[0][0]
+        if isinstance(sample, Tensor):
+            # merged, not passed on: Hydra refuses a config with a missing value even if it is given beside it
+            node = OmegaConf.merge(node, {name: _FROM_SAMPLE[name](sample) for name in undecided})
+        elif OmegaConf.is_missing(node, "in_features") or "in_channels" in undecided:  # the identity can do without
+            raise ValueError(_misfit(cfg, sample))
+    if num_classes is not None and node.get("num_classes") is None:
+        changes["num_classes"] = num_classes
+    if cfg.get("checkpoint") is not None:
+        changes["checkpoint"] = cfg.checkpoint
+    return build(node, **changes)
+
+
+def check_backbone_takes(cfg: DictConfig, backbone: Backbone, sample: object) -> None:
+    """Encode one sample, so that a backbone for other data is refused before anything is trained.
+
+    Raises:
+        ValueError: with both names, what the sample is, and what would take it.
+    """
+    if not isinstance(sample, Tensor):
+        raise ValueError(_misfit(cfg, sample))
+    like = next(backbone.encoder.parameters(), sample)
+    try:
+        with evaluating(backbone.encoder), torch.no_grad():
+            backbone.encoder(sample.unsqueeze(0).to(like.device))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(_misfit(cfg, sample)) from error
+
+
+def _misfit(cfg: DictConfig, sample: object) -> str:
+    fits = (
+        "mlp or small_cnn" if isinstance(sample, Tensor) else "bert" if isinstance(sample, str) else "another backbone"
+    )
+    what = f"{sample.dtype} of shape {tuple(sample.shape)}" if isinstance(sample, Tensor) else type(sample).__name__
+    return (
+        f"backbone={cfg.names.backbone} cannot take the samples of benchmark={cfg.names.benchmark}, which are "
+        f"{what.removeprefix('torch.')}. Choose backbone={fits}, or set the options of the backbone to this input."
+    )
+
+
+def make_detectors(cfg: DictConfig) -> dict[str, Factory]:
+    """Detectors of a config by name, each a partial that :mod:`rmd_plugin.compare.adapters` completes."""
+    nodes = cfg.get("detector") or {}
+    if not nodes:
+        raise ValueError("no detector is chosen: detector=all, detector=paper, or detector=[rmd,mahalanobis].")
+    # a plain dict: instantiating the whole group at once would give a DictConfig
+    return {str(name): _partial(node) for name, node in nodes.items()}
+
+
+def _partial(node: DictConfig) -> Factory:
+    options = {str(key): value for key, value in node.items() if key not in ("_target_", "_partial_", "_convert_")}
+    plain = {key: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value for key, value in options.items()}
+    return functools.partial(get_class(node._target_), **plain)
+
+
+def make_extractor(cfg: DictConfig, benchmark: OODBenchmark, backbone: Backbone, device: torch.device) -> Extractor:
+    """The benchmark behind the backbone, with the cache of the config."""
+    name, network = run_names(cfg)
+    return Extractor(
+        benchmark,
+        backbone,
+        cache=None if cfg.cache_dir is None else FeatureCache(cfg.cache_dir),
+        batch_size=cfg.batch_size,
+        num_workers=cfg.num_workers,
+        device=device,
+        names={"benchmark": name, "backbone": network},
+        progress=bool(cfg.get("progress", True)) and sys.stderr.isatty(),
+    )
+
+
+def make_callbacks(cfg: DictConfig) -> list[Callback]:
+    """The callbacks of ``callbacks=``; those that the trainer's own switches turn off are left out."""
+    off = tuple(
+        kind
+        for switch, kind in (
+            ("enable_progress_bar", ProgressBar),
+            ("enable_model_summary", ModelSummary),
+            ("enable_checkpointing", Checkpoint),
+        )
+        if cfg.trainer.get(switch) is False
+    )
+    made = []
+    for name, node in (cfg.get("callbacks") or {}).items():
+        if node is None or (name == "ood_monitor" and not node.detectors):  # monitor=[] watches none
+            continue
+        if not isinstance(node, DictConfig) or "_target_" not in node:
+            raise ValueError(f"callbacks.{name} needs a class: +callbacks.{name}._target_=package.Class.")
+        callback = build(node)
+        if not isinstance(callback, Callback):
+            raise ValueError(f"callbacks.{name} is a {type(callback).__name__}, expected a Lightning Callback.")
+        if not isinstance(callback, off):
+            made.append(callback)
+    return made
+
+
+def make_loggers(cfg: DictConfig) -> list[Logger]:
+    """The loggers of ``logger=``."""
+    return [build(node) for node in (cfg.get("logger") or {}).values() if node is not None]
+
+
+def run_names(cfg: DictConfig) -> tuple[str, str]:
+    """Names of benchmark and backbone for the rows, with the variant or model where one config has many."""
+    benchmark, backbone = str(cfg.names.benchmark), str(cfg.names.backbone)
+    for key, usual in (("variant", "full"), ("source", "published")):
+        value = cfg.benchmark.get(key)
+        if value not in (None, usual):
+            benchmark = f"{benchmark}:{value}"
+    if backbone in _GENERIC and cfg.backbone.get("name"):
+        backbone = f"{backbone}:{os.path.basename(str(cfg.backbone.name))}"
+    return benchmark, backbone
+
+
+def about(cfg: DictConfig) -> dict[str, str | int]:
+    """What a run is, for the status of its folder."""
+    benchmark, backbone = run_names(cfg)
+    return {"benchmark": benchmark, "backbone": backbone, "seed": int(cfg.seed)}
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of a config; ``auto`` takes the accelerator if there is one.
+
+    Raises:
+        ValueError: if there is no such device here.
+    """
+    if wanted == "auto":
+        current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return torch.device("cpu") if current is None else current
+    try:
+        device = torch.device(wanted)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device={wanted} cannot be used here: {reason}. Try device=cpu or device=auto.") from error
+    return device
+
+
+def build(node: DictConfig, **changes: Any) -> Any:
+    """Instantiate a node with changed options, and let errors through as they are: Hydra wraps them in two lines."""
+    try:
+        return instantiate(node, **changes)
+    except InstantiationException as wrapper:
+        cause = wrapper.__cause__
+        if cause is None:
+            raise
+        if isinstance(cause, TypeError):  # a value of the wrong type, or an option that there is not
+            raise ValueError(f"{node._target_} cannot be made of its options: {cause}.") from cause
+        raise cause from None
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Whether a module has anything that can be trained or loaded."""
+    return next(module.parameters(), None) is not None

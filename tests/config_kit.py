@@ -1,0 +1,67 @@
+"""One way to compose the shipped configs in tests, and to run the commands in this process or in one of their own."""
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import open_dict
+
+from rmd_plugin.app.configs import prepare_hydra
+
+ROOT = Path(__file__).resolve().parents[1]
+CONF = ROOT / "conf"
+
+
+def choices(group):
+    """Names of the configs of a group."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@contextmanager
+def hydra_initialised(folder=CONF):
+    """Hydra as it is inside of a command."""
+    prepare_hydra()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        yield
+    GlobalHydra.instance().clear()
+
+
+def composed(command, *overrides):
+    """The config of a command, with its Hydra settings; names are what was chosen."""
+    with hydra_initialised():
+        cfg = compose(command, overrides=list(overrides), return_hydra_config=True)
+    if "names" in cfg:
+        with open_dict(cfg):  # outside a job Hydra does not answer questions about its choices
+            cfg.names.update({name: cfg.hydra.runtime.choices[name] for name in ("benchmark", "backbone")})
+    return cfg
+
+
+def environment(**more):
+    """For commands in a process of their own: one thread, no cache and no data of the user's."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def call(main, monkeypatch, *words):
+    """Run a command in this process and return its exit code."""
+    monkeypatch.setattr(sys, "argv", list(words))
+    GlobalHydra.instance().clear()
+    try:
+        main()
+    except SystemExit as stop:
+        return stop.code or 0
+    finally:
+        GlobalHydra.instance().clear()
+    return 0
+
+
+def run(module, folder, *arguments, **more):
+    """Run a command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
