@@ -35,7 +35,7 @@ from rmd_plugin.paper.studies import (
     experiments,
     reproduce_command,
 )
-from rmd_plugin.report.provenance import collect_versions
+from rmd_plugin.report.provenance import collect_versions, job_arguments
 from rmd_plugin.report.run_folder import describe_error
 from rmd_plugin.report.style import save_figure
 from rmd_plugin.report.table import to_latex, to_markdown, to_terminal
@@ -118,7 +118,7 @@ class Reproduction:
             figures={stem: caption for stem, (_, caption) in figures.items()},
             seconds=seconds,
             commands=self._commands(name),
-            command=reproduce_command(name, config.scale, seed=config.seed, cells=config.cells, extra=config.extra),
+            command=self._command(name),
             versions=collect_versions(),
             machine=describe_machine(),
         ).write(folder)
@@ -168,6 +168,12 @@ class Reproduction:
             result = {"spectrum": spectrum.run, "partial": partial.run}[study](features)
         result.notes += [f"Not run: {cell_name(name)} ({reason})." for name, reason in missing.items()]
         return result
+
+    def _command(self, study: str) -> str:
+        """The command that gives this study alone."""
+        config, typed = self.config, [word for word in job_arguments() if word.lstrip("+~").startswith(f"{study}.")]
+        some = {"cells": config.cells, "extra": config.extra, "options": typed}
+        return reproduce_command(study, config.scale, seed=config.seed, **some)
 
     def _commands(self, study: str) -> dict[str, str]:
         """How each line of a table is run at the paper's own scale."""

@@ -174,6 +174,7 @@ def reproduce_command(
     seed: int = 0,
     cells: Iterable[object] | None = None,
     extra: Iterable[object] = (),
+    options: Iterable[str] = (),
 ) -> str:
     """The command line that runs a study, with all that differs from the defaults, quoted for a shell."""
     words = [f"study={study}", f"scale={scale}"]
@@ -183,7 +184,7 @@ def reproduce_command(
         words.append(f"cells=[{','.join(map(str, cells))}]")
     if more := [_quoted(str(text)) for text in extra]:
         words.append(f"extra=[{','.join(more)}]")
-    return shlex.join(["rmd-reproduce", *words])
+    return shlex.join(["rmd-reproduce", *words, *options])
 
 
 def _quoted(text: str) -> str:
