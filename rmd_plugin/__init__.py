@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 # public name -> module that defines it
 _EXPORTS = {
     "RMD": "detectors.mahalanobis",
-    "ClassMoments": "detectors.moments",
+    "ClassMoments": "detectors.class_moments",
     "FlowLikelihood": "detectors.flows.detectors",
     "Mahalanobis": "detectors.mahalanobis",
     "MarginalMahalanobis": "detectors.mahalanobis",
@@ -30,10 +30,11 @@ __all__ = [*_EXPORTS, "__version__"]
 if TYPE_CHECKING:
     from rmd_plugin.compare.metrics import OODScores
     from rmd_plugin.detectors.base import load_detector
+    from rmd_plugin.detectors.class_moments import ClassMoments
     from rmd_plugin.detectors.flows.detectors import FlowLikelihood, RelativeFlow
     from rmd_plugin.detectors.functional import NumericalWarning
     from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis
-    from rmd_plugin.detectors.moments import ClassMoments, Moments
+    from rmd_plugin.detectors.moments import Moments
     from rmd_plugin.monitor.callback import OODMonitor
 
 __getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

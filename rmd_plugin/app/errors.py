@@ -16,6 +16,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
+from rmd_plugin.extras import missing_extra
+
 log = logging.getLogger(__name__)
 
 _FULL = "HYDRA_FULL_ERROR"
@@ -106,7 +108,7 @@ def explain(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if missing := re.search(r"hydra_plugins\.hydra_(joblib|submitit|ray|optuna)\w*", text):
         extra = {"ray": "ray", "optuna": "optuna"}.get(missing[1], "sweep")
-        return f'{missing[1]} is not installed: pip install "rmd-plugin[{extra}]" (in a checkout: -e ".[{extra}]").'
+        return f"{missing_extra(missing[0], extra, needed_by=missing[1])}."
     return text if not causes or isinstance(error, HydraException) else str(error).splitlines()[0]
 
 

@@ -67,7 +67,7 @@ def resume_point(cfg: DictConfig, backbone: Backbone, folder: RunFolder) -> Path
     path = last if cfg.resume and last.is_file() else cfg.ckpt_path
     if path is None:
         return None
-    found = find_checkpoint(path)
+    found = find_checkpoint(path, option="ckpt_path")
     backbone.load_checkpoint(found)
     content = torch.load(found, map_location="cpu", weights_only=True)
     if "optimizer_states" not in content or "loops" not in content:
@@ -92,15 +92,13 @@ def check_optimizer(module: Classifier) -> None:
 
 @contextmanager
 def logged_warnings() -> Iterator[None]:
-    """Log what our detectors warn of, each text once, in place of Python's lines about where."""
-    seen: set[str] = set()
+    """Log what our detectors warn of, without Python's lines about where: a user of a command has no lines there."""
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if not issubclass(category, NumericalWarning):
-            before(message, category, *place, **more)
-        elif str(message) not in seen:
-            seen.add(str(message))
+        if issubclass(category, NumericalWarning):
             log.warning("%s", message)
+        else:
+            before(message, category, *place, **more)
 
     with warnings.catch_warnings():
         # Lightning's own call of torch

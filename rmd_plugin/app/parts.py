@@ -16,7 +16,7 @@ from pytorch_lightning.callbacks import Callback, Checkpoint, ModelSummary, Prog
 from pytorch_lightning.loggers import Logger
 from torch import Tensor, nn
 
-from rmd_plugin.backbones.base import Backbone
+from rmd_plugin.backbones.base import Backbone, as_backbone
 from rmd_plugin.benchmarks.base import OODBenchmark, as_benchmark
 from rmd_plugin.compare.adapters import Factory
 from rmd_plugin.compare.cache import FeatureCache
@@ -59,11 +59,12 @@ def make_backbone(cfg: DictConfig, benchmark: OODBenchmark, *, num_classes: int 
             node = OmegaConf.merge(node, {name: _FROM_SAMPLE[name](sample) for name in undecided})
         elif OmegaConf.is_missing(node, "in_features") or "in_channels" in undecided:  # the identity can do without
             raise ValueError(_misfit(cfg, sample))
-    if num_classes is not None and node.get("num_classes") is None:
+    # a module of the user's own may take neither
+    if num_classes is not None and "num_classes" in node and node.num_classes is None:
         changes["num_classes"] = num_classes
     if cfg.get("checkpoint") is not None:
         changes["checkpoint"] = cfg.checkpoint
-    return build(node, **changes)
+    return as_backbone(build(node, **changes))
 
 
 def check_backbone_takes(cfg: DictConfig, backbone: Backbone, sample: object) -> None:

@@ -30,6 +30,7 @@ from rmd_plugin.app.parts import (
 from rmd_plugin.app.trainer import evaluation_device, make_trainer
 from rmd_plugin.backbones.base import Backbone
 from rmd_plugin.backbones.checkpoint import CheckpointError
+from rmd_plugin.backbones.fetch import find_checkpoint
 from rmd_plugin.benchmarks.base import OODBenchmark
 from rmd_plugin.compare.contributions import direction_terms
 from rmd_plugin.compare.extraction import Extractor
@@ -155,7 +156,7 @@ def _load_trained(cfg: DictConfig, backbone: Backbone) -> None:
 
 def _load(backbone: Backbone, path: Path) -> None:
     """Take over the weights of a checkpoint; nothing in the file is executed."""
-    backbone.load_checkpoint(path)
+    backbone.load_checkpoint(find_checkpoint(path, option="ckpt_path"))
     if not backbone.head_loaded:
         raise CheckpointError(f"{path} holds no classifier. Train one: backbone.checkpoint={path} train=true.")
 

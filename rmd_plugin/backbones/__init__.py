@@ -3,6 +3,8 @@
 The names are resolved on first use, so that a choice imports only what it needs.
 """
 
+# ruff: noqa: F401  (the imports at the end are for type checkers)
+
 from typing import TYPE_CHECKING
 
 from rmd_plugin.lazy import lazy_names
@@ -18,7 +20,6 @@ _EXPORTS = {
     "GenomicsCNN": "genomics",
     "Identity": "small",
     "MaskedTokenPretraining": "stages",
-    "MissingDependencyError": "fetch",
     "OpenCLIP": "vision",
     "ResNet": "resnet",
     "SmallCNN": "small",
@@ -28,31 +29,13 @@ _EXPORTS = {
     "WideResNet": "wide_resnet",
 }
 
-__all__ = [
-    "BERT",
-    "MLP",
-    "Backbone",
-    "CheckpointError",
-    "EfficientNetLite0",
-    "GenomicsBERT",
-    "GenomicsCNN",
-    "Identity",
-    "MaskedTokenPretraining",
-    "MissingDependencyError",
-    "OpenCLIP",
-    "ResNet",
-    "SmallCNN",
-    "Timm",
-    "TorchVision",
-    "WeightsNotFoundError",
-    "WideResNet",
-]
+__all__ = [*_EXPORTS]
 
 if TYPE_CHECKING:
     from rmd_plugin.backbones.base import Backbone
     from rmd_plugin.backbones.checkpoint import CheckpointError
     from rmd_plugin.backbones.efficientnet import EfficientNetLite0
-    from rmd_plugin.backbones.fetch import MissingDependencyError, WeightsNotFoundError
+    from rmd_plugin.backbones.fetch import WeightsNotFoundError
     from rmd_plugin.backbones.genomics import GenomicsBERT, GenomicsCNN
     from rmd_plugin.backbones.resnet import ResNet
     from rmd_plugin.backbones.small import MLP, Identity, SmallCNN

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,21 @@ Checkpoint: TypeAlias = str | os.PathLike[str] | None
 _HEAD_NAMES = ("head", "fc", "linear", "classifier")
 
 
+class SharedOptions(TypedDict, total=False):
+    """The options that every backbone takes and hands on; :class:`Backbone` says what they mean."""
+
+    num_classes: int | None
+    checkpoint: Checkpoint
+    load_head: bool
+    frozen: bool
+
+
 class Backbone(nn.Module):
     """A network in two parts, ``head(encoder(x))``, as the detectors see it.
 
-    Subclasses build an encoder and hand it over; everything else (head, checkpoint, freezing, fingerprint) is here.
+    A subclass builds an encoder and hands it over; head, checkpoint, freezing and fingerprint are here. For a backbone
+    of your own, name the subclass as ``_target_`` in a file ``backbone/my_net.yaml`` of your own config folder, list
+    the four shared options there as well, and choose it: ``rmd-train --config-dir my_conf backbone=my_net``.
 
     Args:
         encoder: maps a batch of inputs to pooled features of shape (B, D).
@@ -43,6 +54,17 @@ class Backbone(nn.Module):
         head: the classifier, or ``None``.
         head_loaded: whether the head's weights came from a checkpoint or a pre-trained source.
         encoding: what a genomics benchmark must deliver, ``"one_hot"`` or ``"tokens"``; ``None`` elsewhere.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> class MyNet(Backbone):
+        ...     def __init__(self, width: int = 32, **options):
+        ...         encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU())
+        ...         super().__init__(encoder, width, architecture={"width": width}, **options)
+        >>> backbone = MyNet(num_classes=6)
+        >>> backbone.encoder(torch.rand(5, 1, 8, 8)).shape, backbone(torch.rand(5, 1, 8, 8)).shape
+        (torch.Size([5, 32]), torch.Size([5, 6]))
     """
 
     encoding: ClassVar[str | None] = None
@@ -98,14 +120,7 @@ class Backbone(nn.Module):
         return self._frozen_names is not None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of a batch.
-
-        Args:
-            x: inputs, the batch first.
-
-        Returns:
-            Logits of shape (B, num_classes).
-        """
+        """Logits of shape (B, num_classes) of a batch."""
         if self.head is None:
             raise RuntimeError(
                 f"{type(self).__name__} has no head, so there are no logits: pass num_classes=..., "
@@ -115,32 +130,13 @@ class Backbone(nn.Module):
         return logits
 
     def reset_head(self, num_classes: int | None) -> None:
-        """Replace the head by an untrained one.
-
-        Args:
-            num_classes: classes of the new head; ``None`` removes it.
-        """
+        """Replace the head by an untrained one; ``None`` removes it."""
         if num_classes is not None and num_classes < 1:
             raise ValueError(f"num_classes must be at least 1, or None for no head, got {num_classes}.")
-        self.head = None if num_classes is None else self._untrained_head(num_classes)
-        self.head_loaded = False
-
-    def _untrained_head(self, num_classes: int) -> nn.Linear:
         like = next((p for p in self.encoder.parameters() if p.is_floating_point()), torch.empty(0))
-        return nn.Linear(self.feature_dim, num_classes, device=like.device, dtype=like.dtype)
-
-    def set_head(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Take over a trained classifier.
-
-        Args:
-            weight: shape (K, D); a 1x1 convolution (K, D, 1, 1) will do.
-            bias: shape (K,), or ``None`` for zeros.
-        """
-        head = self._untrained_head(weight.shape[0])
-        with torch.no_grad():
-            head.weight.copy_(weight.flatten(1))
-            head.bias.zero_() if bias is None else head.bias.copy_(bias)
-        self.head, self.head_loaded = head, True
+        self.head, self.head_loaded = None, False
+        if num_classes is not None:
+            self.head = nn.Linear(self.feature_dim, num_classes, device=like.device, dtype=like.dtype)
 
     def freeze(self) -> Self:
         """Keep the encoder as it is; the head stays trainable."""
@@ -167,11 +163,7 @@ class Backbone(nn.Module):
         return self
 
     def load_checkpoint(self, checkpoint: str | os.PathLike[str], *, load_head: bool = True) -> None:
-        """Load weights from a file.
-
-        Args:
-            checkpoint: the file, see the class.
-            load_head: whether to load its classifier too, if it has one.
+        """Load weights from a file, with its classifier if it has one and ``load_head`` wants it.
 
         Raises:
             WeightsNotFoundError: if there is no such file.
@@ -179,10 +171,7 @@ class Backbone(nn.Module):
         """
         path = find_checkpoint(checkpoint)
         matched = match_names(
-            read_state_dict(path),
-            self.encoder.state_dict(),
-            head_names=self._head_names,
-            rename=self.rename_key,
+            read_state_dict(path), self.encoder.state_dict(), head_names=self._head_names, rename=self.rename_key
         )
         weight = matched.state.get("head.weight")
         if weight is not None and weight.dim() == 4 and weight.shape[2:] == (1, 1):
@@ -194,7 +183,8 @@ class Backbone(nn.Module):
             elif self.num_classes != weight.shape[0]:
                 raise CheckpointError(
                     f"{path} was trained on {weight.shape[0]} classes, num_classes is {self.num_classes}. "
-                    f"Pass num_classes={weight.shape[0]} (or null) for its head, or load_head=false for a new one."
+                    f"Pass num_classes={weight.shape[0]} (or null) for its head, or load_head=false for a new one "
+                    "(pretrained_head=false where the weights came with the backbone)."
                 )
         own = self.state_dict()
         wanted = {name: own[name] for name in own if with_head or not name.startswith("head.")}
@@ -211,10 +201,9 @@ class Backbone(nn.Module):
         return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in self.architecture.items())})"
 
     def fingerprint(self) -> str:
-        """Hash of everything that decides the output: weights, architecture and test transform.
+        """Hash of everything that decides the output (weights, architecture, test transform), as 64 hexadecimal digits.
 
-        Returns:
-            64 hexadecimal digits; equal for equal networks, in any process and on any device.
+        Equal for equal networks, in any process and on any device.
         """
         digest = hashlib.sha256()
         identity = {
@@ -229,3 +218,31 @@ class Backbone(nn.Module):
             # bytes, not values: bfloat16 has no numpy type
             digest.update(plain.reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
+
+
+def as_backbone(module: nn.Module) -> Backbone:
+    """A plain module with ``.encoder`` and ``.head`` as a backbone, with its transforms if it has any.
+
+    Args:
+        module: any module; its ``head`` is a linear layer, or ``None`` or missing where there are only features.
+
+    Returns:
+        A backbone of the same encoder and head; a head that it brings counts as trained. Backbones stay as they are.
+
+    Raises:
+        ValueError: if it has no encoder, or a head of another kind.
+    """
+    if isinstance(module, Backbone):
+        return module
+    encoder, head = getattr(module, "encoder", None), getattr(module, "head", None)
+    if not isinstance(encoder, nn.Module) or not isinstance(head, nn.Linear | None):
+        raise ValueError(
+            f"{type(module).__name__} cannot serve as a backbone: its .encoder must be a module, got "
+            f"{type(encoder).__name__}, and its .head an nn.Linear or None, got {type(head).__name__}. "
+            "Name them so, or subclass rmd_plugin.backbones.Backbone."
+        )
+    transforms = {name: getattr(module, name, None) for name in ("train_transform", "test_transform")}
+    width = getattr(module, "feature_dim", 0) if head is None else head.in_features
+    backbone = Backbone(encoder, width, architecture={"module": type(module).__qualname__}, **transforms)
+    backbone.head, backbone.head_loaded = head, head is not None
+    return backbone

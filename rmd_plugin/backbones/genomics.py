@@ -1,12 +1,13 @@
 """Backbones for DNA reads: the paper's motif CNN, and a compact BERT-style encoder over bases or k-mers."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
-from rmd_plugin.backbones.base import Backbone, Checkpoint
+from rmd_plugin.backbones.base import Backbone, SharedOptions
 
 NUM_BASES = 4
 PAD_BASE = 5  # fills reads shorter than the others; 4 is a base that could not be read
@@ -32,13 +33,7 @@ class _MotifEncoder(nn.Module):
 
 
 def one_hot(bases: Tensor) -> Tensor:
-    """One-hot encoding of base ids.
-
-    Args:
-        bases: ids A, C, G, T = 0..3; anything else has no base and becomes zeros. Shape (B, L) or (L,).
-
-    Returns:
-        Float tensor of shape (B, 4, L) or (4, L).
+    """One-hot encoding of base ids A, C, G, T = 0..3, anything else zeros: (B, L) -> (B, 4, L), or (L,) -> (4, L).
 
     Example:
         >>> one_hot(torch.tensor([0, 3, 4])).tolist()
@@ -58,7 +53,7 @@ class GenomicsCNN(Backbone):
         filter_length: bases per motif, 20 in the paper.
         hidden: size of the dense layer.
         dropout: probability on the dense layer's output.
-        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.
 
     Example:
         >>> import torch
@@ -76,41 +71,21 @@ class GenomicsCNN(Backbone):
         hidden: int = 2000,
         *,
         dropout: float = 0.1,
-        num_classes: int | None = None,
-        checkpoint: Checkpoint = None,
-        load_head: bool = True,
-        frozen: bool = False,
+        **shared: Unpack[SharedOptions],
     ) -> None:
-        super().__init__(
-            _MotifEncoder(filters, filter_length, hidden, dropout),
-            hidden,
-            num_classes=num_classes,
-            checkpoint=checkpoint,
-            load_head=load_head,
-            frozen=frozen,
-            architecture={"filters": filters, "filter_length": filter_length, "hidden": hidden},
-        )
+        architecture = {"filters": filters, "filter_length": filter_length, "hidden": hidden}
+        super().__init__(_MotifEncoder(**architecture, dropout=dropout), hidden, architecture=architecture, **shared)
 
 
 class ReadEncoder(nn.Module):
-    """Transformer over the k-mers of a read.
+    """Transformer over the k-mers of a read; the sizes are those of :class:`GenomicsBERT`.
 
     Token ids: 0 .. 4^k - 1 are the k-mers (first base most significant), then ``pad``, ``cls``, ``mask``, ``unknown``.
-
-    Args:
-        kmer: bases per token.
-        stride: bases from one token to the next; equal to ``kmer`` for tokens side by side.
-        max_length: longest read, in bases.
-        width: features per token.
-        depth: transformer layers.
-        heads: attention heads per layer.
-        feed_forward: hidden size inside the layers.
-        dropout: probability throughout.
-        pooling: ``mean`` over the read's tokens, or the ``cls`` token.
     """
 
     def __init__(
         self,
+        *,
         kmer: int,
         stride: int,
         max_length: int,
@@ -137,13 +112,13 @@ class ReadEncoder(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
 
     def tokenise(self, bases: Tensor) -> Tensor:
-        """Cut reads into k-mers.
+        """Cut reads into k-mers; bases at the end that fill no whole k-mer are left out.
 
         Args:
             bases: ids A, C, G, T = 0..3, 5 = padding, anything else = unknown; shape (B, L).
 
         Returns:
-            Token ids of shape (B, 1 + T), the first being ``cls``. Bases that fill no whole k-mer are left out.
+            Token ids of shape (B, 1 + T), the first being ``cls``.
         """
         if bases.dim() != 2 or bases.is_floating_point():
             raise ValueError(
@@ -162,19 +137,11 @@ class ReadEncoder(nn.Module):
         return F.pad(tokens, (1, 0), value=self.cls_id)
 
     def contextual(self, tokens: Tensor) -> Tensor:
-        """Features of every token.
-
-        Args:
-            tokens: ids as :meth:`tokenise` gives them, shape (B, T).
-
-        Returns:
-            Shape (B, T, width).
-        """
+        """Features of every token, shape (B, T, width), of ids as :meth:`tokenise` gives them, shape (B, T)."""
         embedded = self.tokens(tokens) + self.positions[: tokens.shape[1]]
         padding = tokens == self.pad_id
-        hidden: Tensor = self.layers(
-            self.dropout(self.norm_in(embedded)), src_key_padding_mask=padding if bool(padding.any()) else None
-        )
+        mask = padding if bool(padding.any()) else None
+        hidden: Tensor = self.layers(self.dropout(self.norm_in(embedded)), src_key_padding_mask=mask)
         return hidden
 
     def forward(self, bases: Tensor) -> Tensor:
@@ -204,7 +171,7 @@ class GenomicsBERT(Backbone):
         feed_forward: hidden size inside the layers; ``None``: four times ``width``.
         dropout: probability throughout.
         pooling: ``mean`` over the read's tokens, or the ``cls`` token.
-        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.
 
     Example:
         >>> import torch
@@ -228,10 +195,7 @@ class GenomicsBERT(Backbone):
         feed_forward: int | None = None,
         dropout: float = 0.1,
         pooling: Literal["mean", "cls"] = "mean",
-        num_classes: int | None = None,
-        checkpoint: Checkpoint = None,
-        load_head: bool = True,
-        frozen: bool = False,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         if pooling not in ("mean", "cls"):
             raise ValueError(f"pooling must be 'mean' or 'cls', got {pooling!r}.")
@@ -242,22 +206,14 @@ class GenomicsBERT(Backbone):
             raise ValueError(f"stride must lie in 1..kmer={kmer}, so that no base is skipped, got {stride}.")
         if width % heads:
             raise ValueError(f"width must be a multiple of heads, got {width} and {heads}.")
-        feed_forward = 4 * width if feed_forward is None else feed_forward
-        super().__init__(
-            ReadEncoder(kmer, stride, max_length, width, depth, heads, feed_forward, dropout, pooling),
-            width,
-            num_classes=num_classes,
-            checkpoint=checkpoint,
-            load_head=load_head,
-            frozen=frozen,
-            architecture={
-                "kmer": kmer,
-                "stride": stride,
-                "max_length": max_length,
-                "width": width,
-                "depth": depth,
-                "heads": heads,
-                "feed_forward": feed_forward,
-                "pooling": pooling,
-            },
-        )
+        sizes: dict[str, Any] = {
+            "kmer": kmer,
+            "stride": stride,
+            "max_length": max_length,
+            "width": width,
+            "depth": depth,
+            "heads": heads,
+            "feed_forward": 4 * width if feed_forward is None else feed_forward,
+            "pooling": pooling,
+        }
+        super().__init__(ReadEncoder(**sizes, dropout=dropout), width, architecture=sizes, **shared)

@@ -5,8 +5,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
-from rmd_plugin.backbones.base import Backbone, Checkpoint
+from rmd_plugin.backbones.base import Backbone, SharedOptions
 from rmd_plugin.backbones.transforms import CIFAR_MEAN, CIFAR_STD, image_transforms
 
 
@@ -40,14 +41,13 @@ class _Block(nn.Module):
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels_out)
         self.downsample: nn.Module = nn.Identity()
-        if stride != 1 or channels_in != channels_out:
-            self.downsample = (
-                _PadShortcut(stride, channels_out - channels_in)
-                if shortcut == "pad"
-                else nn.Sequential(
-                    nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False), nn.BatchNorm2d(channels_out)
-                )
-            )
+        if stride == 1 and channels_in == channels_out:
+            return
+        if shortcut == "pad":
+            self.downsample = _PadShortcut(stride, channels_out - channels_in)
+        else:
+            projection = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
+            self.downsample = nn.Sequential(projection, nn.BatchNorm2d(channels_out))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
@@ -65,10 +65,8 @@ class _Encoder(nn.Module):
         channels = widths[0]
         for name, repeats, width in zip(self.groups, blocks, widths, strict=True):
             stride = 1 if name == "layer1" else 2
-            first = _Block(channels, width, stride, shortcut)
-            self.add_module(
-                name, nn.Sequential(first, *(_Block(width, width, 1, shortcut) for _ in range(repeats - 1)))
-            )
+            rest = (_Block(width, width, 1, shortcut) for _ in range(repeats - 1))
+            self.add_module(name, nn.Sequential(_Block(channels, width, stride, shortcut), *rest))
             channels = width
         init_convolutions(self)
 
@@ -93,7 +91,7 @@ class ResNet(Backbone):
         image_size: pictures of other sizes are resized to it.
         mean: normalisation of pixels in [0, 1], per channel.
         std: normalisation, per channel.
-        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.
 
     Example:
         >>> import torch
@@ -112,10 +110,7 @@ class ResNet(Backbone):
         image_size: int = 32,
         mean: Sequence[float] = CIFAR_MEAN,
         std: Sequence[float] = CIFAR_STD,
-        num_classes: int | None = None,
-        checkpoint: Checkpoint = None,
-        load_head: bool = True,
-        frozen: bool = False,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         if not blocks or len(blocks) != len(widths) or min(blocks) < 1:
             raise ValueError(
@@ -123,20 +118,13 @@ class ResNet(Backbone):
             )
         if shortcut not in ("conv", "pad"):
             raise ValueError(f"shortcut must be 'conv' or 'pad', got {shortcut!r}.")
+        sizes = {"blocks": list(blocks), "widths": list(widths), "shortcut": shortcut, "in_channels": in_channels}
         super().__init__(
             _Encoder(blocks, widths, shortcut, in_channels),
             widths[-1],
-            num_classes=num_classes,
-            checkpoint=checkpoint,
-            load_head=load_head,
-            frozen=frozen,
-            architecture={
-                "blocks": list(blocks),
-                "widths": list(widths),
-                "shortcut": shortcut,
-                "in_channels": in_channels,
-            },
+            architecture=sizes,
             **image_transforms(image_size, mean, std),
+            **shared,
         )
 
     def rename_key(self, name: str) -> str:

@@ -1,12 +1,18 @@
 """Small backbones: a CNN for thumbnails or vectors, an MLP, and the identity for features computed elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from rmd_plugin.backbones.base import Backbone, Checkpoint
+from rmd_plugin.backbones.base import Backbone, SharedOptions
 
 _ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh, "silu": nn.SiLU}
+# convolution, normalisation and global pooling along one or two axes
+_LAYERS: dict[int, tuple[Callable[..., nn.Module], ...]] = {
+    1: (nn.Conv1d, nn.BatchNorm1d, nn.AdaptiveAvgPool1d),
+    2: (nn.Conv2d, nn.BatchNorm2d, nn.AdaptiveAvgPool2d),
+}
 
 
 class _AsSequence(nn.Module):
@@ -19,16 +25,15 @@ class _AsSequence(nn.Module):
 class SmallCNN(Backbone):
     """Pairs of convolutions of width 3 with batch normalisation, pooled between them; D = the last width.
 
-    With ``dims=2`` it takes pictures (C, H, W) of at least 2 pixels per halving, such as the digits (1, 8, 8). With
-    ``dims=1`` the convolutions run along vectors (L,) or sequences (C, L) of any length. Between two pairs a quarter of
-    the places is left in both. The transforms are left to the benchmark.
+    Pictures are (C, H, W) with at least 2 pixels per halving, such as the digits (1, 8, 8); vectors (L,) and sequences
+    (C, L) may have any length. Between two pairs a quarter of the positions is left in both.
 
     Args:
         in_channels: channels of the input; None is 1, as vectors have.
-        widths: channels of each pair; between two pairs the picture is halved along both sides.
+        widths: channels of each pair.
         dims: 2 for pictures, 1 for vectors and sequences; None is 2. The commands take both from the samples.
         dropout: probability, on the pooled features.
-        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.
 
     Example:
         >>> import torch
@@ -45,10 +50,7 @@ class SmallCNN(Backbone):
         *,
         dims: int | None = None,
         dropout: float = 0.0,
-        num_classes: int | None = None,
-        checkpoint: Checkpoint = None,
-        load_head: bool = True,
-        frozen: bool = False,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         if not widths:
             raise ValueError("widths must name at least one pair of convolutions, got none.")
@@ -56,6 +58,7 @@ class SmallCNN(Backbone):
         if dims not in (1, 2):
             raise ValueError(f"dims must be 1 (vectors, sequences) or 2 (pictures), got {dims}.")
         flat = dims == 1
+        convolution, normalisation, pooling = _LAYERS[dims]
         layers: list[nn.Module] = [_AsSequence()] if flat else []
         channels = in_channels
         for index, width in enumerate(widths):
@@ -63,25 +66,12 @@ class SmallCNN(Backbone):
                 # ceil_mode: short vectors keep at least one place
                 layers.append(nn.MaxPool1d(4, ceil_mode=True) if flat else nn.MaxPool2d(2))
             for source in (channels, width):
-                layers += _convolution(source, width, flat)
+                layers += [convolution(source, width, 3, padding=1, bias=False), normalisation(width), nn.ReLU()]
             channels = width
-        layers += [nn.AdaptiveAvgPool1d(1) if flat else nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Dropout(dropout)]
-        super().__init__(
-            nn.Sequential(*layers),
-            channels,
-            num_classes=num_classes,
-            checkpoint=checkpoint,
-            load_head=load_head,
-            frozen=frozen,
-            # pictures are not named: their fingerprint is that of caches which are there
-            architecture={"in_channels": in_channels, "widths": list(widths), **({"dims": 1} if flat else {})},
-        )
-
-
-def _convolution(source: int, width: int, flat: bool) -> list[nn.Module]:
-    if flat:
-        return [nn.Conv1d(source, width, 3, padding=1, bias=False), nn.BatchNorm1d(width), nn.ReLU()]
-    return [nn.Conv2d(source, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        layers += [pooling(1), nn.Flatten(1), nn.Dropout(dropout)]
+        # pictures are not named: their fingerprint is that of caches which are there
+        architecture = {"in_channels": in_channels, "widths": list(widths)} | ({"dims": 1} if flat else {})
+        super().__init__(nn.Sequential(*layers), channels, architecture=architecture, **shared)
 
 
 class MLP(Backbone):
@@ -92,7 +82,7 @@ class MLP(Backbone):
         hidden: sizes of the hidden layers.
         activation: ``relu``, ``gelu``, ``tanh`` or ``silu``.
         dropout: probability after each activation.
-        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.
 
     Example:
         >>> import torch
@@ -107,10 +97,7 @@ class MLP(Backbone):
         *,
         activation: str = "relu",
         dropout: float = 0.0,
-        num_classes: int | None = None,
-        checkpoint: Checkpoint = None,
-        load_head: bool = True,
-        frozen: bool = False,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         if not hidden:
             raise ValueError("hidden must name at least one layer; for none at all use backbone=identity.")
@@ -121,15 +108,8 @@ class MLP(Backbone):
         for width in hidden:
             layers += [nn.Linear(size, width), _ACTIVATIONS[activation](), nn.Dropout(dropout)]
             size = width
-        super().__init__(
-            nn.Sequential(*layers),
-            size,
-            num_classes=num_classes,
-            checkpoint=checkpoint,
-            load_head=load_head,
-            frozen=frozen,
-            architecture={"in_features": in_features, "hidden": list(hidden), "activation": activation},
-        )
+        architecture = {"in_features": in_features, "hidden": list(hidden), "activation": activation}
+        super().__init__(nn.Sequential(*layers), size, architecture=architecture, **shared)
 
 
 class _Features(nn.Module):
@@ -155,7 +135,7 @@ class Identity(Backbone):
 
     Args:
         in_features: number of features. ``None``: whatever the first batch has; a head needs it given.
-        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.
 
     Example:
         >>> import torch
@@ -164,24 +144,8 @@ class Identity(Backbone):
                 [1., 1., 1.]])
     """
 
-    def __init__(
-        self,
-        in_features: int | None = None,
-        *,
-        num_classes: int | None = None,
-        checkpoint: Checkpoint = None,
-        load_head: bool = True,
-        frozen: bool = False,
-    ) -> None:
-        super().__init__(
-            _Features(in_features),
-            -1 if in_features is None else in_features,
-            num_classes=num_classes,
-            checkpoint=checkpoint,
-            load_head=load_head,
-            frozen=frozen,
-            architecture={},
-        )
+    def __init__(self, in_features: int | None = None, **shared: Unpack[SharedOptions]) -> None:
+        super().__init__(_Features(in_features), -1 if in_features is None else in_features, **shared)
 
     @property
     def feature_dim(self) -> int:

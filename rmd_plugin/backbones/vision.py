@@ -7,15 +7,183 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from rmd_plugin.backbones.base import Backbone, Checkpoint
+from rmd_plugin.backbones.base import Backbone, SharedOptions
 from rmd_plugin.backbones.checkpoint import CheckpointError, read_state_dict
-from rmd_plugin.backbones.fetch import WeightsNotFoundError, find_checkpoint, hub_file, require, url_file
+from rmd_plugin.backbones.fetch import WeightsNotFoundError, find_checkpoint, hub_file, url_file
 from rmd_plugin.backbones.transforms import IMAGENET_MEAN, IMAGENET_STD, image_transforms
+from rmd_plugin.extras import require
 
-_REMEDY = "Give checkpoint=path to a downloaded file, or pretrained=false to start untrained."
 _TIMM_FILES = ("model.safetensors", "pytorch_model.bin")
 _CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+
+
+class Timm(Backbone):
+    """Any model of timm, without its classifier: ``backbone=timm backbone.name=convnext_tiny``.
+
+    Args:
+        name: timm's name, with the tag of the weights if there are several.
+        pretrained: load the weights that timm points to, from the local cache or the hub.
+        pretrained_head: keep the classifier of these weights too.
+        image_size: side of the pictures; ``None``: what the model was made for.
+        crop_pct: part of the resized picture that is kept; 1 loses nothing of thumbnails such as CIFAR.
+        options: further arguments of ``timm.create_model``.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint comes instead of the
+            pre-trained weights; the original ``.npz`` files of ViT and BiT are read as well (without their head).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        pretrained: bool = True,
+        pretrained_head: bool = False,
+        image_size: int | None = None,
+        crop_pct: float = 1.0,
+        options: Mapping[str, Any] | None = None,
+        **shared: Unpack[SharedOptions],
+    ) -> None:
+        timm = require("timm", "vision", needed_by=f"backbone timm/{name}")
+        config = _timm_config(timm, name)
+        arguments: dict[str, Any] = dict(options or {})
+        if image_size is not None and config is not None and config.fixed_input_size:
+            arguments.setdefault("img_size", image_size)  # its position embedding is made for one size
+        checkpoint = shared.get("checkpoint")
+        numpy_file = checkpoint if str(checkpoint).endswith(".npz") else None
+        overlay: dict[str, Any] = {}
+        if numpy_file is not None:
+            overlay = {"file": str(find_checkpoint(numpy_file)), "custom_load": True}
+            shared["checkpoint"] = None
+        elif checkpoint is None and pretrained:
+            # read here, because older releases of timm unpickle the file
+            overlay = {"state_dict": read_state_dict(_timm_weights(name, config)), "custom_load": False}
+        keep_head = pretrained_head and "state_dict" in overlay
+        if not keep_head:
+            arguments["num_classes"] = 0
+        try:
+            model = timm.create_model(name, pretrained=bool(overlay), pretrained_cfg_overlay=overlay, **arguments)
+        except (KeyError, ValueError, OSError) as error:
+            if numpy_file is None:
+                raise
+            raise CheckpointError(f"{numpy_file} does not hold the weights of {name}: {error}") from error
+        model.pretrained_cfg.pop("state_dict", None)  # timm keeps what it was given: a second copy of every weight
+        classifier = None
+        if keep_head:
+            classifier = model.get_classifier()
+            model.reset_classifier(0)
+        data = timm.data.resolve_model_data_config(model)
+        size = image_size or data["input_size"][-1]
+        super().__init__(
+            model,
+            _measure(model, data["input_size"][0], size),
+            architecture={"name": name, "options": dict(options or {})},
+            # timm calls the classifier by a name of its own in each model
+            head_names=(str(model.pretrained_cfg.get("classifier")),),
+            **image_transforms(size, data["mean"], data["std"], crop_pct, data["interpolation"]),
+            **shared,
+        )
+        if classifier is not None:
+            _take_head(self, classifier, shared.get("num_classes"))
+
+
+def _timm_config(timm: Any, name: str) -> Any:
+    """What timm knows about the weights of a name, ``None`` if it has none."""
+    if not timm.is_model(name):
+        close = timm.list_models(f"*{name.split('.')[0].split('_')[0]}*")[:5]
+        raise ValueError(f"timm has no model {name!r}" + (f"; close: {', '.join(close)}." if close else "."))
+    try:
+        return timm.get_pretrained_cfg(name)
+    except RuntimeError as error:
+        tags = ", ".join(timm.list_pretrained(name.split(".")[0])) or "none"
+        raise ValueError(f"timm has no weights {name!r}; of this model it has {tags}.") from error
+
+
+def _timm_weights(name: str, config: Any) -> Path:
+    """Local file with timm's weights of a name, downloaded if need be."""
+    if config is None or not (config.hf_hub_id or config.url):
+        raise WeightsNotFoundError(f"weights {name}", ["timm (it has none for this name)"])
+    if config.hf_hub_id:
+        return hub_file(config.hf_hub_id, (config.hf_hub_filename,) if config.hf_hub_filename else _TIMM_FILES)
+    return url_file(config.url)
+
+
+def _take_head(backbone: Backbone, classifier: nn.Module, num_classes: int | None) -> None:
+    """Keep a pre-trained classifier, linear or a 1x1 convolution, as the backbone's head."""
+    weight, bias = getattr(classifier, "weight", None), getattr(classifier, "bias", None)
+    if not isinstance(weight, Tensor) or weight.flatten(1).shape[1] != backbone.feature_dim:
+        raise ValueError(
+            f"the pre-trained classifier is a {type(classifier).__name__}, not linear: pretrained_head=false."
+        )
+    if num_classes not in (None, weight.shape[0]):
+        raise ValueError(
+            f"the pre-trained classifier has {weight.shape[0]} classes, num_classes is {num_classes}: "
+            "pass num_classes=null to keep it, or pretrained_head=false for a new one."
+        )
+    state = {"weight": weight.flatten(1), "bias": torch.zeros(len(weight)) if bias is None else bias}
+    backbone.reset_head(len(weight))
+    backbone.get_submodule("head").load_state_dict(state)
+    backbone.head_loaded = True
+
+
+class OpenCLIP(Backbone):
+    """The image tower of any model of open_clip: ``backbone=open_clip backbone.name=ViT-B-16 backbone.tag=openai``.
+
+    Features are the projected image embedding, not scaled to length one.
+
+    Args:
+        name: open_clip's name of the architecture.
+        tag: open_clip's name of the weights.
+        pretrained: load the weights of ``tag``, from the local cache or the hub.
+        image_size: side of the pictures; ``None``: what the model was made for.
+        crop_pct: part of the resized picture that is kept.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint of the whole model
+            will do.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        tag: str = "openai",
+        pretrained: bool = True,
+        image_size: int | None = None,
+        crop_pct: float = 1.0,
+        **shared: Unpack[SharedOptions],
+    ) -> None:
+        open_clip = require("open_clip", "vision", needed_by=f"backbone open_clip/{name}")
+        if name not in open_clip.list_models():
+            raise ValueError(f"open_clip has no model {name!r}; see open_clip.list_models().")
+        config = open_clip.get_pretrained_cfg(name, tag) or {}
+        weights = None
+        if pretrained and shared.get("checkpoint") is None:
+            if not config:
+                tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
+                raise ValueError(f"open_clip has no weights {tag!r} of {name}; it has {tags}.")
+            weights = str(_clip_weights(config))
+        visual = open_clip.create_model(
+            name, pretrained=weights, force_image_size=image_size, pretrained_image=False, pretrained_text=False
+        ).visual
+        if getattr(visual, "output_tokens", False):
+            visual.output_tokens = False  # captioning models would give every patch beside the pooled features
+        size = int(visual.image_size[0] if isinstance(visual.image_size, Sequence) else visual.image_size)
+        mean = config.get("mean") or open_clip.OPENAI_DATASET_MEAN
+        std = config.get("std") or open_clip.OPENAI_DATASET_STD
+        super().__init__(
+            visual,
+            _measure(visual, 3, size),
+            architecture={"name": name},
+            **image_transforms(size, mean, std, crop_pct),
+            **shared,
+        )
+
+
+def _clip_weights(config: Mapping[str, Any]) -> Path:
+    """Local file with open_clip's weights, downloaded if need be."""
+    if config.get("hf_hub"):
+        owner, repository, filename = (*config["hf_hub"].split("/", 2), "")[:3]
+        return hub_file(f"{owner}/{repository}", (filename,) if filename else _CLIP_FILES)
+    return url_file(config["url"])
 
 
 def _measure(encoder: nn.Module, channels: int, size: int) -> int:
@@ -30,187 +198,6 @@ def _measure(encoder: nn.Module, channels: int, size: int) -> int:
     return features.shape[1]
 
 
-class Timm(Backbone):
-    """Any model of timm, without its classifier: ``backbone=timm backbone.name=convnext_tiny``.
-
-    Args:
-        name: timm's name, with the tag of the weights if there are several.
-        pretrained: load the weights that timm points to, from the local cache or the hub.
-        pretrained_head: keep the classifier of these weights too.
-        image_size: side of the pictures; ``None``: what the model was made for.
-        crop_pct: part of the resized picture that is kept; 1 loses nothing of thumbnails such as CIFAR.
-        options: further arguments of ``timm.create_model``.
-        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`. A checkpoint comes instead of the
-            pre-trained weights; the original ``.npz`` files of ViT and BiT are read as well (without their head).
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        pretrained: bool = True,
-        pretrained_head: bool = False,
-        image_size: int | None = None,
-        crop_pct: float = 1.0,
-        options: Mapping[str, Any] | None = None,
-        num_classes: int | None = None,
-        checkpoint: Checkpoint = None,
-        load_head: bool = True,
-        frozen: bool = False,
-    ) -> None:
-        timm = require("timm", extra="vision", needed_by=f"backbone timm/{name}")
-        if not timm.is_model(name):
-            close = timm.list_models(f"*{name.split('.')[0].split('_')[0]}*")[:5]
-            raise ValueError(f"timm has no model {name!r}" + (f"; close: {', '.join(close)}." if close else "."))
-        arguments: dict[str, Any] = dict(options or {})
-        try:
-            config = timm.get_pretrained_cfg(name)
-        except RuntimeError as error:
-            tags = ", ".join(timm.list_pretrained(name.split(".")[0])) or "none"
-            raise ValueError(f"timm has no weights {name!r}; of this model it has {tags}.") from error
-        if image_size is not None and config is not None and config.fixed_input_size:
-            arguments.setdefault("img_size", image_size)  # its position embedding is made for one size
-        numpy_file = checkpoint is not None and str(checkpoint).endswith(".npz")
-        if checkpoint is not None and numpy_file:
-            overlay: dict[str, Any] = {"file": str(find_checkpoint(checkpoint)), "custom_load": True}
-        elif checkpoint is None and pretrained:
-            # read here, because older releases of timm unpickle the file
-            overlay = {"state_dict": read_state_dict(Path(_timm_weights(timm, name))), "custom_load": False}
-        else:
-            overlay = {}
-        if not (pretrained_head and overlay and not numpy_file):
-            arguments["num_classes"] = 0
-        try:
-            model = timm.create_model(name, pretrained=bool(overlay), pretrained_cfg_overlay=overlay, **arguments)
-        except (KeyError, ValueError, OSError) as error:
-            if not numpy_file:
-                raise
-            raise CheckpointError(f"{checkpoint} does not hold the weights of {name}: {error}") from error
-        model.pretrained_cfg.pop("state_dict", None)  # timm keeps what it was given: a second copy of every weight
-        classifier = None
-        if "num_classes" not in arguments:
-            classifier = model.get_classifier()
-            model.reset_classifier(0)
-        data = timm.data.resolve_model_data_config(model)
-        size = image_size or data["input_size"][-1]
-        super().__init__(
-            model,
-            _measure(model, data["input_size"][0], size),
-            num_classes=num_classes,
-            checkpoint=None if numpy_file else checkpoint,
-            load_head=load_head,
-            frozen=frozen,
-            architecture={"name": name, "options": dict(options or {})},
-            # timm calls the classifier by a name of its own in each model
-            head_names=(str(model.pretrained_cfg.get("classifier")),),
-            **image_transforms(
-                size, data["mean"], data["std"], crop_pct=crop_pct, interpolation=_known(data["interpolation"])
-            ),
-        )
-        if classifier is not None:
-            _take_head(self, classifier, num_classes)
-
-
-def _timm_weights(timm: Any, name: str) -> str:
-    """Local file with timm's weights of a name, downloaded if need be."""
-    config = timm.get_pretrained_cfg(name)
-    if config is None or not (config.hf_hub_id or config.url):
-        raise WeightsNotFoundError(f"weights {name}", ["timm (it has none for this name)"], _REMEDY)
-    if config.hf_hub_id:
-        names = (config.hf_hub_filename,) if config.hf_hub_filename else _TIMM_FILES
-        return str(hub_file(config.hf_hub_id, names, remedy=_REMEDY))
-    return _from_url(name, config.url)
-
-
-def _from_url(name: str, url: str) -> str:
-    """Local file behind an address, through the cache of torch.hub."""
-    path, reason = url_file(url)
-    if reason is None and not path.is_file():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            checksum = re.search(r"-([0-9a-f]{8,})\.", path.name)
-            torch.hub.download_url_to_file(url, str(path), checksum.group(1) if checksum else None)
-        except (OSError, RuntimeError) as error:  # RuntimeError: the checksum in the file's name does not hold
-            reason = str(error)
-    if reason is not None:
-        raise WeightsNotFoundError(f"weights {name}", [f"{path} (not there)", f"{url} ({reason})"], _REMEDY)
-    return str(path)
-
-
-class OpenCLIP(Backbone):
-    """The image tower of any model of open_clip: ``backbone=open_clip backbone.name=ViT-B-16 backbone.tag=openai``.
-
-    Features are the projected image embedding, not scaled to length one.
-
-    Args:
-        name: open_clip's name of the architecture.
-        tag: open_clip's name of the weights.
-        pretrained: load the weights of ``tag``, from the local cache or the hub.
-        image_size: side of the pictures; ``None``: what the model was made for.
-        crop_pct: part of the resized picture that is kept.
-        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`. A checkpoint of the whole model will do.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        tag: str = "openai",
-        pretrained: bool = True,
-        image_size: int | None = None,
-        crop_pct: float = 1.0,
-        num_classes: int | None = None,
-        checkpoint: Checkpoint = None,
-        load_head: bool = True,
-        frozen: bool = False,
-    ) -> None:
-        open_clip = require("open_clip", extra="vision", needed_by=f"backbone open_clip/{name}")
-        if name not in open_clip.list_models():
-            raise ValueError(f"open_clip has no model {name!r}; see open_clip.list_models().")
-        tags = open_clip.list_pretrained_tags_by_model(name)
-        weights = None
-        if pretrained and checkpoint is None:
-            if tag not in tags:
-                raise ValueError(f"open_clip has no weights {tag!r} of {name}; it has {', '.join(tags) or 'none'}.")
-            weights = _clip_weights(open_clip, name, tag)
-        model = open_clip.create_model(
-            name,
-            pretrained=weights,
-            force_image_size=image_size,
-            pretrained_image=False,
-            pretrained_text=False,
-        )
-        visual = model.visual
-        if getattr(visual, "output_tokens", False):
-            visual.output_tokens = False  # captioning models would give every patch beside the pooled features
-        config = open_clip.get_pretrained_cfg(name, tag) or {}
-        native = visual.image_size[0] if isinstance(visual.image_size, Sequence) else visual.image_size
-        super().__init__(
-            visual,
-            _measure(visual, 3, int(native)),
-            num_classes=num_classes,
-            checkpoint=checkpoint,
-            load_head=load_head,
-            frozen=frozen,
-            architecture={"name": name},
-            **image_transforms(
-                int(native),
-                config.get("mean") or open_clip.OPENAI_DATASET_MEAN,
-                config.get("std") or open_clip.OPENAI_DATASET_STD,
-                crop_pct=crop_pct,
-            ),
-        )
-
-
-def _clip_weights(open_clip: Any, name: str, tag: str) -> str:
-    """Local file with open_clip's weights of a tag, downloaded if need be."""
-    config = open_clip.get_pretrained_cfg(name, tag)
-    if config.get("hf_hub"):
-        owner, repository, filename = (*config["hf_hub"].split("/", 2), "")[:3]
-        return str(hub_file(f"{owner}/{repository}", (filename,) if filename else _CLIP_FILES, remedy=_REMEDY))
-    return _from_url(f"{name}/{tag}", config["url"])
-
-
 class TorchVision(Backbone):
     """Any classifier of torchvision, without its last layer: ``backbone=torchvision backbone.name=resnet50``.
 
@@ -221,7 +208,7 @@ class TorchVision(Backbone):
         pretrained_head: keep their classifier of the 1000 ImageNet classes too.
         image_size: side of the pictures; ``None``: what the weights were made for.
         crop_pct: part of the resized picture that is kept.
-        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`. A checkpoint comes instead of the
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint comes instead of the
             pre-trained weights.
     """
 
@@ -234,10 +221,7 @@ class TorchVision(Backbone):
         pretrained_head: bool = False,
         image_size: int | None = None,
         crop_pct: float = 1.0,
-        num_classes: int | None = None,
-        checkpoint: Checkpoint = None,
-        load_head: bool = True,
-        frozen: bool = False,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         from torchvision import models
 
@@ -249,59 +233,31 @@ class TorchVision(Backbone):
         if weights not in available.__members__:
             raise ValueError(f"{name} has no weights {weights!r}; torchvision has {', '.join(available.__members__)}.")
         described = available[weights]
-        from_library = pretrained and checkpoint is None
         model = models.get_model(name, weights=None)
-        if from_library:
-            # read here, because torchvision itself would unpickle the file
-            state = torch.load(_from_url(name, described.url), map_location="cpu", weights_only=True)
-            # the oldest densenet files split the names of their layers
-            model.load_state_dict({re.sub(r"\.(norm|conv)\.([12])\.", r".\1\2.", key): state[key] for key in state})
-        classifier_name, classifier = _last_linear(model, name)
+        layers = [(key, layer) for key, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+        if not layers or layers[-1][1].out_features != 1000:
+            raise ValueError(f"{name} does not end in a linear classifier, so its features cannot be told.")
+        classifier_name, classifier = layers[-1]
         model.set_submodule(classifier_name, nn.Identity())
+        if pretrained and shared.get("checkpoint") is None:
+            # read as any checkpoint, because torchvision itself would unpickle the file
+            shared["checkpoint"], shared["load_head"] = url_file(described.url), pretrained_head
         preset = described.transforms()
-        size = image_size or int(preset.crop_size[0])
         super().__init__(
             model,
             classifier.in_features,
-            num_classes=num_classes,
-            checkpoint=checkpoint,
-            load_head=load_head,
-            frozen=frozen,
             architecture={"name": name},
             head_names=(classifier_name,),
             **image_transforms(
-                size,
+                image_size or int(preset.crop_size[0]),
                 getattr(preset, "mean", IMAGENET_MEAN),
                 getattr(preset, "std", IMAGENET_STD),
-                crop_pct=crop_pct,
-                interpolation=_known(preset.interpolation.value),
+                crop_pct,
+                preset.interpolation.value,
             ),
+            **shared,
         )
-        if from_library and pretrained_head:
-            _take_head(self, classifier, num_classes)
 
-
-def _last_linear(model: nn.Module, name: str) -> tuple[str, nn.Linear]:
-    linear = [(key, layer) for key, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    if not linear or linear[-1][1].out_features != 1000:
-        raise ValueError(f"{name} does not end in a linear classifier, so its features cannot be told; choose another.")
-    return linear[-1]
-
-
-def _take_head(backbone: Backbone, classifier: nn.Module, num_classes: int | None) -> None:
-    """Keep a pre-trained classifier as the backbone's head."""
-    weight, bias = getattr(classifier, "weight", None), getattr(classifier, "bias", None)
-    if not isinstance(weight, Tensor) or weight.flatten(1).shape[1] != backbone.feature_dim:
-        raise ValueError(
-            f"the pre-trained classifier is a {type(classifier).__name__}, not linear: pretrained_head=false."
-        )
-    if num_classes not in (None, weight.shape[0]):
-        raise ValueError(
-            f"the pre-trained classifier has {weight.shape[0]} classes, num_classes is {num_classes}: "
-            "pass num_classes=null to keep it, or pretrained_head=false for a new one."
-        )
-    backbone.set_head(weight.detach(), bias.detach() if isinstance(bias, Tensor) else None)
-
-
-def _known(interpolation: str) -> str:
-    return interpolation if interpolation in ("bilinear", "bicubic") else "bicubic"
+    def rename_key(self, name: str) -> str:
+        """Join the names of layers that the oldest densenet files split."""
+        return re.sub(r"\.(norm|conv)\.([12])\.", r".\1\2.", name)

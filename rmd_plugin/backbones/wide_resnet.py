@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
-from rmd_plugin.backbones.base import Backbone, Checkpoint
+from rmd_plugin.backbones.base import Backbone, SharedOptions
 from rmd_plugin.backbones.resnet import init_convolutions
 from rmd_plugin.backbones.transforms import CIFAR_MEAN, CIFAR_STD, image_transforms
 
@@ -71,7 +72,7 @@ class WideResNet(Backbone):
         image_size: pictures of other sizes are resized to it.
         mean: normalisation of pixels in [0, 1], per channel.
         std: normalisation, per channel.
-        num_classes, checkpoint, load_head, frozen: see :class:`Backbone`.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.
 
     Example:
         >>> import torch
@@ -90,22 +91,16 @@ class WideResNet(Backbone):
         image_size: int = 32,
         mean: Sequence[float] = CIFAR_MEAN,
         std: Sequence[float] = CIFAR_STD,
-        num_classes: int | None = None,
-        checkpoint: Checkpoint = None,
-        load_head: bool = True,
-        frozen: bool = False,
+        **shared: Unpack[SharedOptions],
     ) -> None:
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"depth must be 6n + 4 (10, 16, 22, 28, 40, ...), got {depth}.")
         super().__init__(
             _Encoder(depth, width, dropout, in_channels),
             64 * width,
-            num_classes=num_classes,
-            checkpoint=checkpoint,
-            load_head=load_head,
-            frozen=frozen,
             architecture={"depth": depth, "width": width, "in_channels": in_channels},
             **image_transforms(image_size, mean, std),
+            **shared,
         )
 
     def rename_key(self, name: str) -> str:

@@ -23,7 +23,7 @@ from rmd_plugin.compare.bootstrap import Bootstrap
 from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor, SplitFeatures
 from rmd_plugin.compare.probe import fit_linear_probe
 from rmd_plugin.compare.rows import ACCURACY, AUPR_IN, AUPR_OUT, AUROC, FIT_SECONDS, FPR95, SCORE_SECONDS, Distance, Row
-from rmd_plugin.detectors.base import StatefulDetector, heed_interrupt
+from rmd_plugin.detectors.base import StatefulDetector, raise_if_interrupted
 from rmd_plugin.detectors.functional import NumericalWarning
 from rmd_plugin.encoding.isolation import evaluating
 
@@ -216,7 +216,7 @@ class _Run:
             with _seeded(self.seed), _collected(remarks):
                 started = time.perf_counter()
                 self._fit(prepared)
-                heed_interrupt(prepared.detector)
+                raise_if_interrupted(prepared.detector)
                 fitted = time.perf_counter()
                 scores = {split: self._score(prepared, split) for split in self.sets}
                 done = time.perf_counter()

@@ -6,11 +6,11 @@ moves it, ``state_dict`` writes it, and the scoring is an ``nn.Module`` built fr
 
 from __future__ import annotations
 
-import warnings
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pytorch_ood.api import FeaturesDetector, ModelNotSetException, RequiresFittingException
@@ -18,19 +18,20 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from typing_extensions import Self
 
-from rmd_plugin.detectors.functional import NumericalWarning
+from rmd_plugin.detectors.functional import warn_numerical
 from rmd_plugin.encoding.features import check_features
 from rmd_plugin.encoding.isolation import evaluating
 
 Encoder = Callable[[Tensor], Tensor]
 
 _FORMAT = 1
+_SIZES = ("num_classes", "num_features")
 
 
 class StatefulDetector(FeaturesDetector):
     """Base class of our detectors.
 
-    Subclasses list their options in ``_options`` (attributes of the same name), fill :attr:`_state` in their fit and
+    Subclasses keep their keyword-only arguments as attributes of the same name, fill :attr:`_state` in their fit and
     build the scoring module in :meth:`_build_module`.
 
     Args:
@@ -43,7 +44,6 @@ class StatefulDetector(FeaturesDetector):
 
     requires_fit = True
     interrupted = False
-    _options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, encoder: Encoder | None = None) -> None:
         super().__init__()
@@ -51,6 +51,14 @@ class StatefulDetector(FeaturesDetector):
         self._state: dict[str, Tensor] = {}
         self._fitted_options: dict[str, Any] = {}
         self._modules: dict[torch.dtype, nn.Module] = {}
+
+    def __repr__(self) -> str:
+        defaults = self._defaults()
+        options = ", ".join(f"{k}={v!r}" for k, v in self.options.items() if v != defaults[k])
+        name = f"{type(self).__name__}({options})"
+        if not self.fitted:
+            return name
+        return f"<{name} fitted: {self.n_classes} classes, {self.num_features} features>"
 
     @abstractmethod
     def _build_module(self, dtype: torch.dtype) -> nn.Module:
@@ -94,27 +102,30 @@ class StatefulDetector(FeaturesDetector):
         missing = (counts == 0).nonzero().flatten().tolist()
         if missing:
             names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            warnings.warn(
-                f"{len(missing)} of {len(counts)} classes have no sample and are never nearest: {names}.",
-                NumericalWarning,
-                stacklevel=4,
-            )
+            message = f"{len(missing)} of {len(counts)} classes have no sample and are never nearest: {names}."
+            warn_numerical(message, kind=f"some of {len(counts)} classes have no sample")
+
+    def fit_features(self, z: Tensor, y: Tensor) -> Self:
+        """Fit on features; works inside ``no_grad`` and ``inference_mode``.
+
+        Args:
+            z: features of shape (N, D), or maps of shape (N, C, H, W), which are averaged over space.
+            y: integer class labels of shape (N,). Samples with y < 0 are skipped.
+
+        Raises:
+            TypeError: if features or labels have the wrong dtype.
+            ValueError: if shapes do not fit, features are NaN or infinite, or none varies within the classes.
+        """
+        return self._fit_batches([(z, y)])
+
+    @abstractmethod
+    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
+        """Fit on batches of features and labels."""
 
     # -- scoring --------------------------------------------------------------------------------------------------
 
     def predict(self, x: Tensor) -> Tensor:
-        """Outlier scores of inputs, which pass through the encoder as it is (its mode is not changed).
-
-        Args:
-            x: batch of inputs.
-
-        Returns:
-            Scores of shape (B,); higher means more likely out-of-distribution.
-
-        Raises:
-            RequiresFittingException: if the detector was not fitted.
-            ModelNotSetException: if it has no encoder.
-        """
+        """OOD scores of shape (B,) of a batch of inputs, which pass through the encoder in the mode that it has."""
         self._require_fit()
         if self.encoder is None:
             raise ModelNotSetException("predict(x) needs an encoder. Pass one, or use predict_features(z).")
@@ -123,7 +134,7 @@ class StatefulDetector(FeaturesDetector):
             return self.predict_features(self.encoder(x if device is None else x.to(device)))
 
     def predict_features(self, z: Tensor) -> Tensor:
-        """Outlier scores of features.
+        """OOD scores of features.
 
         A sample with NaN or infinite features scores NaN. An empty batch gives an empty tensor.
 
@@ -140,7 +151,7 @@ class StatefulDetector(FeaturesDetector):
         return self._map_chunks(z, lambda module, rows: module(rows))
 
     def class_scores(self, z: Tensor) -> Tensor:
-        """Score of every class, whose minimum over the classes is the outlier score.
+        """Score of every class, whose minimum over the classes is the OOD score.
 
         Args:
             z: features of shape (B, D) or (B, C, H, W).
@@ -151,7 +162,7 @@ class StatefulDetector(FeaturesDetector):
         classes, total = self._require_classes(), self.n_classes
 
         def score(module: nn.Module, rows: Tensor) -> Tensor:
-            scores = module.class_scores(rows)  # type: ignore[operator]
+            scores: Tensor = module.class_scores(rows)  # type: ignore[operator]
             if len(classes) == total:
                 return scores
             return scores.new_full((len(rows), total), torch.inf).index_copy_(1, classes, scores)
@@ -159,18 +170,14 @@ class StatefulDetector(FeaturesDetector):
         return self._map_chunks(z, score)
 
     def nearest_class(self, z: Tensor) -> Tensor:
-        """Label of the class with the smallest score.
+        """Label of the class with the smallest score, shape (B,), of features of shape (B, D) or (B, C, H, W)."""
 
-        Args:
-            z: features of shape (B, D) or (B, C, H, W).
+        def nearest(module: nn.Module, rows: Tensor) -> Tensor:
+            scores: Tensor = module.class_scores(rows)  # type: ignore[operator]
+            return scores.argmin(1)
 
-        Returns:
-            Labels of shape (B,).
-        """
-        classes = self._require_classes()
         # inside a chunk: the (B, K) scores of all samples never exist at once
-        nearest = self._map_chunks(z, lambda m, rows: m.class_scores(rows).argmin(1))  # type: ignore[operator]
-        return classes[nearest]
+        return self._require_classes()[self._map_chunks(z, nearest)]
 
     def _map_chunks(self, z: Tensor, score: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
         """Apply the scoring module to row chunks that fit the cache (or, on a GPU, its memory)."""
@@ -206,6 +213,8 @@ class StatefulDetector(FeaturesDetector):
 
     def _require_classes(self) -> Tensor:
         self._require_fit()
+        if "classes" not in self._state:
+            raise NotImplementedError(f"{type(self).__name__} has one Gaussian for all classes, so no class scores.")
         return self._state["classes"]
 
     @property
@@ -227,10 +236,22 @@ class StatefulDetector(FeaturesDetector):
 
     # -- saving and export ----------------------------------------------------------------------------------------
 
+    @classmethod
+    def _defaults(cls) -> dict[str, Any]:
+        """Options and their defaults: the keyword-only arguments, without the device, which is no part of a fit."""
+        found: dict[str, Any] = {}
+        for owner in cls.__mro__:
+            parameters = inspect.signature(owner).parameters.values()
+            found |= {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in found}
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):  # else the rest goes to the next class
+                break
+        found.pop("device", None)
+        return found
+
     @property
     def options(self) -> dict[str, Any]:
         """The options that the detector was made with, as keyword arguments."""
-        return {name: getattr(self, name) for name in self._options}
+        return {name: getattr(self, name) for name in self._defaults()}
 
     def state_dict(self) -> dict[str, Any]:
         """What was fitted, as plain tensors and numbers. The encoder is not part of it."""
@@ -245,21 +266,16 @@ class StatefulDetector(FeaturesDetector):
     def load_state_dict(self, state: dict[str, Any]) -> Self:
         """Take over what :meth:`state_dict` gave, including the options it was fitted with.
 
-        Args:
-            state: result of :meth:`state_dict`.
-
         Returns:
             The detector itself, fitted.
 
         Raises:
-            ValueError: if the state belongs to another detector or to an unknown format.
+            ValueError: if the state belongs to another detector or to another format.
         """
-        _check_state(state, type(self).__name__)
-        options = dict(state["options"])
-        num_classes, num_features = options.pop("num_classes"), options.pop("num_features")
-        for name, value in options.items():
+        for name, value in _read_options(state, type(self).__name__).items():
             setattr(self, name, value)
-        return self._set_fitted({k: v.clone() for k, v in state["tensors"].items()}, num_classes, num_features)
+        tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
+        return self._set_fitted(tensors, *(state["options"][size] for size in _SIZES))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the fitted detector to a file, without its encoder."""
@@ -283,17 +299,12 @@ class StatefulDetector(FeaturesDetector):
         Returns:
             The fitted detector; its scores are bitwise those of the saved one.
         """
-        state = torch.load(path, map_location=map_location, weights_only=True)
-        _check_state(state, cls.__name__)
-        return cls.from_state(state, encoder)
+        return cls.from_state(torch.load(path, map_location=map_location, weights_only=True), encoder)
 
     @classmethod
     def from_state(cls, state: dict[str, Any], encoder: Encoder | None = None) -> Self:
         """Make a fitted detector from the result of :meth:`state_dict`."""
-        _check_state(state, cls.__name__)
-        sizes = ("num_classes", "num_features")
-        options = {name: value for name, value in state["options"].items() if name not in sizes}
-        return cls(encoder, **options).load_state_dict(state)
+        return cls(encoder, **_read_options(state, cls.__name__)).load_state_dict(state)
 
     def to_module(self, dtype: torch.dtype | None = None) -> nn.Module:
         """The scoring as an ``nn.Module`` with buffers only, for ``torch.export``, ONNX or a model of your own.
@@ -311,7 +322,7 @@ class StatefulDetector(FeaturesDetector):
             return self._build_module(dtype or self._score_dtype(torch.float32)).requires_grad_(False).eval()
 
 
-def heed_interrupt(detector: object) -> None:
+def raise_if_interrupted(detector: object) -> None:
     """Raise the ``KeyboardInterrupt`` that a fit took as a wish to end early, for callers that end with it."""
     if getattr(detector, "interrupted", False):
         raise KeyboardInterrupt
@@ -326,16 +337,24 @@ def load_detector(state: dict[str, Any] | str | PathLike[str], encoder: Encoder 
 
     Returns:
         The fitted detector.
+
+    Example:
+        >>> import torch
+        >>> from rmd_plugin import RMD, load_detector
+        >>> z, y = torch.randn(100, 4), torch.arange(100) % 2
+        >>> load_detector(RMD(shrinkage=0.1).fit_features(z, y).state_dict())
+        <RMD(shrinkage=0.1) fitted: 2 classes, 4 features>
     """
     import rmd_plugin  # the package resolves public names lazily, so this import has to wait
 
     content = state if isinstance(state, dict) else torch.load(state, map_location="cpu", weights_only=True)
-    _check_state(content)
-    detector = getattr(rmd_plugin, content["detector"])
-    return detector.from_state(content, encoder)
+    _read_options(content)
+    detector: StatefulDetector = getattr(rmd_plugin, content["detector"]).from_state(content, encoder)
+    return detector
 
 
-def _check_state(state: object, expected: str | None = None) -> None:
+def _read_options(state: object, expected: str | None = None) -> dict[str, Any]:
+    """Options in the state of a detector, which is checked first."""
     if not isinstance(state, dict) or "detector" not in state or "tensors" not in state:
         raise ValueError(
             "this is not the state of a detector of rmd_plugin. Expected what state_dict() or save() gave."
@@ -346,3 +365,4 @@ def _check_state(state: object, expected: str | None = None) -> None:
         )
     if expected is not None and state["detector"] != expected:
         raise ValueError(f"the state belongs to {state['detector']}, expected {expected}. Load it with that class.")
+    return {name: value for name, value in state["options"].items() if name not in _SIZES}

@@ -1,17 +1,71 @@
-"""Pure tensor maths of the Gaussian detectors: pooling, shrinkage, whitening, quadratic class scores.
+"""Tensor maths of the Gaussian detectors (shrinkage, whitening, quadratic class scores), and how fallbacks are told.
 
-No state and no I/O. Everything here works on plain tensors, and the formulas use the paper's names: features ``z``,
-labels ``y``, class means ``mu_k``, background mean ``mu_0``, covariances ``Sigma`` (within classes) and ``Sigma_0``.
+The maths works on plain tensors, and the formulas use the paper's names: features ``z``, labels ``y``, class means
+``mu_k``, background mean ``mu_0``, covariances ``Sigma`` (within classes) and ``Sigma_0``.
 """
 
+import re
+import sys
+import warnings
+from types import FrameType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+#: packages that stand between the user's line and the detector: a warning is about the user's line
+_BETWEEN = {"rmd_plugin", "pytorch_ood", "pytorch_lightning", "lightning", "torchmetrics", "torch", "hydra"}
+#: kinds and lines that were warned of, for each list of warning filters (by its id; the list is kept with it)
+_warned: dict[int, tuple[object, set[tuple[str, str, int]]]] = {}
+
 
 class NumericalWarning(UserWarning):
     """A numerical fallback was used; the message says which one and how large it is."""
+
+
+def warn_numerical(message: str, *, kind: str) -> None:
+    """Warn of a numerical fallback at the caller's line, once for each kind and line.
+
+    Detectors are fitted again every epoch, with other numbers in the message, and every ``warnings.catch_warnings`` in
+    between makes Python forget what it has shown: so this function remembers it. Filters that say "always" or "error"
+    see each warning, and each ``catch_warnings`` block (which may record) sees the first one again.
+
+    Args:
+        message: what was done instead, and how large it is.
+        kind: what stays the same when the fit is repeated.
+    """
+    frame = _caller()
+    module, file, line = str(frame.f_globals.get("__name__")), frame.f_code.co_filename, frame.f_lineno
+    if _filter_action(message, module, line) in ("default", "module", "once"):
+        filters = warnings.filters  # catch_warnings puts a copy in its place
+        if len(_warned) > 100:  # blocks that have long ended
+            _warned.clear()
+        warned = _warned.setdefault(id(filters), (filters, set()))[1]
+        if (kind, file, line) in warned:
+            return
+        warned.add((kind, file, line))
+    warnings.warn_explicit(message, NumericalWarning, file, line, module)
+
+
+def _caller() -> FrameType:
+    """The innermost frame outside of this package and of those that call it back."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
+        frame = frame.f_back
+    return frame
+
+
+def _filter_action(message: str, module: str, line: int) -> str:
+    """What Python's filters want to be done with a :class:`NumericalWarning`."""
+    for action, text, category, where, number in warnings.filters:
+        if (
+            issubclass(NumericalWarning, category)
+            and (text is None or re.match(text, message))
+            and (where is None or re.match(where, module))
+            and number in (0, line)
+        ):
+            return action
+    return "default"
 
 
 class Whitening(NamedTuple):
@@ -107,15 +161,5 @@ def class_quadratics(u: Tensor, weights: Tensor, points: Tensor, offsets: Tensor
 
 
 def nearest_quadratic(u: Tensor, weights: Tensor, points: Tensor, offsets: Tensor) -> Tensor:
-    """Smallest of the :func:`class_quadratics` of each sample, without a second pass over the (B, K) scores.
-
-    Args:
-        u: coordinates of the samples, shape (B, q).
-        weights: ``a``, shape (q,).
-        points: ``m``, one row per class, shape (K, q).
-        offsets: ``|m_k|^2``, shape (K,).
-
-    Returns:
-        Scores of shape (B,).
-    """
+    """Smallest of the :func:`class_quadratics` of each sample, shape (B,), without a second pass over (B, K) scores."""
     return torch.addmm(offsets, u, points.T, alpha=-2).amin(dim=1) + u.square() @ weights

@@ -9,20 +9,21 @@ whitens Sigma, a = 1 and m_k is the whitened class mean. For the relative distan
 cancel in every direction in which the class means do not differ, because Sigma_0 = Sigma + Sigma_B, so A has only
 r <= K - 1 columns and a_i = b_i / (1 + b_i), where b_i is the between-class variance along column i in units of the
 within-class one.
-"""
 
-import warnings
+Every ``fit_*`` takes the moments of the training features and the shrinkage of Sigma (:func:`regularised_covariance`;
+Sigma_0 is the regularised Sigma plus Sigma_B), and returns parameters, most of them those of :class:`QuadraticScore`.
+"""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rmd_plugin.detectors.functional import (
-    NumericalWarning,
     class_quadratics,
     nearest_quadratic,
     oas_shrinkage,
     shrink,
+    warn_numerical,
     whiten,
 )
 from rmd_plugin.detectors.moments import Moments
@@ -90,15 +91,7 @@ class QuadraticScore(nn.Module):
 
 
 def fit_mahalanobis(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
-    """Fit min_k MD_k: one column per eigen-direction of Sigma, by descending variance.
-
-    Args:
-        moments: moments of the training features.
-        shrinkage: see :func:`regularised_covariance`.
-
-    Returns:
-        Parameters for :class:`QuadraticScore`.
-    """
+    """Fit min_k MD_k: one column per eigen-direction of Sigma, by descending variance."""
     sigma = regularised_covariance(moments, shrinkage)
     projection = _visible_whitening(sigma, moments, "within-class covariance")
     return _with_class_points(moments, sigma, projection)
@@ -115,9 +108,6 @@ def fit_partial(
         largest: use these d directions; if False, all the others.
         shrinkage: see :func:`regularised_covariance`.
 
-    Returns:
-        Parameters for :class:`QuadraticScore`.
-
     Raises:
         ValueError: if no direction is left.
     """
@@ -131,21 +121,13 @@ def fit_partial(
         )
     if components > rank:
         message = f"components={components} exceeds the {rank} eigen-directions with variance: all of them are used."
-        warnings.warn(message, NumericalWarning, stacklevel=3)
+        warn_numerical(message, kind=f"{components} components are too many")
     projection = projection[:, :components] if largest else projection[:, components:]
     return _with_class_points(moments, sigma, projection.contiguous())
 
 
 def fit_marginal(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
-    """Fit MD_0: one column per eigen-direction of Sigma_0, a single point at the background mean.
-
-    Args:
-        moments: moments of the training features.
-        shrinkage: see :func:`regularised_covariance`; Sigma_0 is the regularised Sigma plus Sigma_B.
-
-    Returns:
-        Parameters for :class:`QuadraticScore`.
-    """
+    """Fit MD_0: one column per eigen-direction of Sigma_0, a single point at the background mean."""
     sigma_0 = regularised_covariance(moments, shrinkage) + moments.between_covariance
     projection = _visible_whitening(sigma_0, moments, "background covariance")
     width = projection.shape[-1]
@@ -159,21 +141,13 @@ def fit_marginal(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str,
 
 
 def fit_relative(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
-    """Fit min_k MD_k - MD_0: one column per discriminative direction, by descending between-class variance.
-
-    Args:
-        moments: moments of the training features.
-        shrinkage: see :func:`regularised_covariance`; Sigma_0 is the regularised Sigma plus Sigma_B.
-
-    Returns:
-        Parameters for :class:`QuadraticScore`.
-    """
+    """Fit min_k MD_k - MD_0: one column per discriminative direction, by descending between-class variance."""
     sigma = regularised_covariance(moments, shrinkage)
     offsets = _class_offsets(moments)
     shares = _class_shares(moments)
     if len(offsets) == 1:
         message = "RMD of a single class is zero everywhere, because the class is the background. Use Mahalanobis."
-        warnings.warn(message, NumericalWarning, stacklevel=3)
+        warn_numerical(message, kind="RMD of a single class")
     if moments.diagonal:
         projection = _visible_whitening(sigma, moments, "within-class covariance")
         points = offsets * projection
@@ -202,10 +176,6 @@ def fit_relative(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str,
 def fit_coordinates(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
     """Fit coordinates in which every class has unit covariance, for densities other than Gaussians.
 
-    Args:
-        moments: moments of the training features, not diagonal.
-        shrinkage: see :func:`regularised_covariance`.
-
     Returns:
         ``shift`` (D,), the background mean; ``projection`` (D, q), so that u = (z - shift) @ projection; ``points``
         (K', q), the class means in these coordinates; ``shares`` (K',), their parts of the samples; ``classes`` (K',),
@@ -220,6 +190,12 @@ def fit_coordinates(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[s
         "shares": _class_shares(moments),
         "classes": moments.counts.nonzero().flatten(),
     }
+
+
+def check_shrinkage(shrinkage: float | str) -> None:
+    """Refuse a shrinkage that is neither a number in [0, 1] nor ``"oas"``."""
+    if shrinkage != "oas" and (isinstance(shrinkage, str) or not 0.0 <= shrinkage <= 1.0):
+        raise ValueError(f"shrinkage must be a number in [0, 1] or 'oas', got {shrinkage!r}.")
 
 
 def regularised_covariance(moments: Moments, shrinkage: float | str) -> Tensor:
@@ -259,12 +235,11 @@ def _visible_whitening(covariance: Tensor, moments: Moments, name: str, *, equil
         rank = projection.shape[1]
     if rank < dim:
         reason = f" ({moments.num_samples} samples are too few for {dim} features)"
-        warnings.warn(
+        warn_numerical(
             f"the {name} has rank {rank} of {dim}{reason if moments.num_samples <= dim else ''}: {dim - rank} "
             f"directions with variance at or below {cutoff:.2g} are left out of the score. "
             "Set shrinkage (for example 'oas') to keep them.",
-            NumericalWarning,
-            stacklevel=4,
+            kind=f"rank of the {name} of {dim} features",
         )
     return projection
 

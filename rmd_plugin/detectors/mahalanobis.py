@@ -2,13 +2,17 @@
 
 All of them are pytorch-ood detectors, take the encoder as their first argument and score higher = more OOD. They are
 fitted from :class:`rmd_plugin.Moments`, so a fit streams over the data once and never holds it.
+
+Distances are those of the paper, with covariances divided by N, the number of training samples. pytorch-ood does not
+divide, so a threshold of its detectors has to be scaled: ``N * threshold`` for its RMD, ``2 * N * threshold`` for its
+Mahalanobis, which halves the distance as well. Rankings, and so AUROC, AUPR and FPR95, are the same.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pytorch_ood.api import DetectorInfo, Paper, Task
@@ -16,15 +20,17 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from rmd_plugin.detectors.base import Encoder, StatefulDetector
+from rmd_plugin.detectors.class_moments import ClassMoments
 from rmd_plugin.detectors.gaussian import (
     MAX_FLOAT32_AMPLIFICATION,
     QuadraticScore,
+    check_shrinkage,
     fit_mahalanobis,
     fit_marginal,
     fit_partial,
     fit_relative,
 )
-from rmd_plugin.detectors.moments import ClassMoments, Moments
+from rmd_plugin.detectors.moments import Moments
 
 _TASKS = frozenset({Task.CLASSIFICATION})
 _RMD_PAPER = Paper(
@@ -60,7 +66,6 @@ class GaussianDetector(StatefulDetector):
             diagonal: O(D) memory and no matrix product in the fit, for very wide features.
     """
 
-    _options: ClassVar[tuple[str, ...]] = ("shrinkage", "normalize", "covariance")
     hyperparameter_space: dict[str, list[Any]] = {"shrinkage": [0.0, 0.01, 0.1, 0.5], "normalize": [False, True]}  # noqa: RUF012
 
     def __init__(
@@ -91,30 +96,16 @@ class GaussianDetector(StatefulDetector):
             data_loader: yields pairs (x, y). Samples with y < 0 are skipped.
             progress: show a progress bar.
 
-        Returns:
-            The detector itself.
-
         Raises:
             ModelNotSetException: if the detector has no encoder.
             ValueError: if there is no in-distribution sample, or features are NaN or infinite.
         """
+        return self._fit_batches(self._encoded_batches(data_loader, progress=progress))
+
+    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
         metric = self.new_moments(sync_on_compute=False)
-        for z, y in self._encoded_batches(data_loader, progress=progress):
+        for z, y in batches:
             metric.update(z, y)
-        return self.fit_moments(metric.compute())
-
-    def fit_features(self, z: Tensor, y: Tensor) -> Self:
-        """Fit on features.
-
-        Args:
-            z: features of shape (N, D), or maps of shape (N, C, H, W), which are averaged over space.
-            y: integer class labels of shape (N,). Samples with y < 0 are skipped.
-
-        Returns:
-            The detector itself.
-        """
-        metric = self.new_moments(sync_on_compute=False)
-        metric.update(z, y)
         return self.fit_moments(metric.compute())
 
     def fit_moments(self, moments: Moments) -> Self:
@@ -122,9 +113,6 @@ class GaussianDetector(StatefulDetector):
 
         Args:
             moments: result of ``ClassMoments.compute()``, collected as :meth:`new_moments` does.
-
-        Returns:
-            The detector itself.
 
         Raises:
             ValueError: if the moments were collected with other options than the detector's.
@@ -178,13 +166,9 @@ class GaussianDetector(StatefulDetector):
     def _check_options(self) -> None:
         if self.covariance not in ("tied", "diagonal"):
             raise ValueError(f"covariance must be 'tied' or 'diagonal', got {self.covariance!r}.")
-        if isinstance(self.shrinkage, str):
-            if self.shrinkage != "oas":
-                raise ValueError(f"shrinkage must be a number in [0, 1] or 'oas', got {self.shrinkage!r}.")
-            if self.covariance == "diagonal":
-                raise ValueError("shrinkage='oas' needs covariance='tied'. Give a number in [0, 1] instead.")
-        elif not 0.0 <= self.shrinkage <= 1.0:
-            raise ValueError(f"shrinkage must be a number in [0, 1] or 'oas', got {self.shrinkage!r}.")
+        check_shrinkage(self.shrinkage)
+        if self.shrinkage == "oas" and self.covariance == "diagonal":
+            raise ValueError("shrinkage='oas' needs covariance='tied'. Give a number in [0, 1] instead.")
 
 
 class RMD(GaussianDetector):
@@ -192,6 +176,9 @@ class RMD(GaussianDetector):
 
     The score is min_k MD_k(z) - MD_0(z). A fitted RMD is one D x r projection and K points in r <= min(D, K - 1)
     dimensions: directions in which the class means agree cancel exactly and are not computed at all.
+
+    Scores are N times those of ``pytorch_ood.detector.RMD``, where N is the number of training samples: its threshold t
+    becomes ``N * t``.
 
     Example:
         >>> import torch
@@ -214,7 +201,21 @@ class RMD(GaussianDetector):
 
 
 class Mahalanobis(GaussianDetector):
-    """Squared Mahalanobis distance to the nearest class mean, min_k MD_k(z), with one covariance for all classes."""
+    """Squared Mahalanobis distance to the nearest class mean, min_k MD_k(z), with one covariance for all classes.
+
+    Scores are 2 N times those of ``pytorch_ood.detector.Mahalanobis``, where N is the number of training samples: its
+    threshold t becomes ``2 * N * t``.
+
+    Example:
+        >>> import torch
+        >>> from rmd_plugin import Mahalanobis
+        >>> z, y = torch.randn(200, 4), torch.arange(200) % 2
+        >>> detector = Mahalanobis(shrinkage="oas").fit_features(z, y)
+        >>> detector
+        <Mahalanobis(shrinkage='oas') fitted: 2 classes, 4 features>
+        >>> bool(detector.predict_features(100 + z).min() > detector.predict_features(z).max())
+        True
+    """
 
     info = DetectorInfo(tasks=_TASKS, paper=_MD_PAPER, ai_coded=True)
 
@@ -223,7 +224,17 @@ class Mahalanobis(GaussianDetector):
 
 
 class MarginalMahalanobis(GaussianDetector):
-    """Squared Mahalanobis distance MD_0(z) to one Gaussian that is fitted to all classes together."""
+    """Squared Mahalanobis distance MD_0(z) to one Gaussian that is fitted to all classes together.
+
+    Example:
+        >>> import torch
+        >>> from rmd_plugin import RMD, Mahalanobis, MarginalMahalanobis
+        >>> z, y = torch.randn(200, 4), torch.arange(200) % 2
+        >>> detectors = RMD(), Mahalanobis(), MarginalMahalanobis()
+        >>> rmd, md, md_0 = (detector.fit_features(z, y).predict_features(z) for detector in detectors)
+        >>> torch.allclose(rmd, md - md_0, atol=1e-4)
+        True
+    """
 
     info = DetectorInfo(tasks=_TASKS, paper=_PMD_PAPER, ai_coded=True)
 
@@ -240,10 +251,17 @@ class PartialMahalanobis(GaussianDetector):
         largest: sum over the d directions of largest variance; if False, over the D - d remaining ones.
         shrinkage: see :class:`GaussianDetector`.
         normalize: see :class:`GaussianDetector`.
+
+    Example:
+        >>> import torch
+        >>> from rmd_plugin import PartialMahalanobis
+        >>> z, y = torch.randn(200, 4), torch.arange(200) % 2
+        >>> detector = PartialMahalanobis(components=3).fit_features(z, y)
+        >>> detector.contributions(z).shape
+        torch.Size([200, 3])
     """
 
     info = DetectorInfo(tasks=_TASKS, paper=_PMD_PAPER, ai_coded=True)
-    _options: ClassVar[tuple[str, ...]] = ("components", "largest", "shrinkage", "normalize")
     hyperparameter_space: dict[str, list[Any]] = {"components": [1, 2, 4, 8, 16, 32, 64, 128, 256]}  # noqa: RUF012
 
     def __init__(

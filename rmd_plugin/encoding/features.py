@@ -1,5 +1,6 @@
 """What features and labels must look like, and how feature maps become features."""
 
+import numpy as np
 from torch import Tensor
 
 
@@ -37,8 +38,7 @@ def check_features(z: Tensor, num_features: int | None) -> None:
         ValueError: if their shape does not fit.
     """
     if not isinstance(z, Tensor) or not z.is_floating_point():
-        found = z.dtype if isinstance(z, Tensor) else type(z).__name__
-        raise TypeError(f"features must be a floating-point tensor, got {found}. Convert them with .float().")
+        raise TypeError(f"features must be a floating-point tensor, {_found(z, 'z', 'float')}")
     if z.ndim not in (2, 4):
         pool_features(z)  # raises the error that explains the accepted shapes
     width = z.shape[1]
@@ -61,7 +61,14 @@ def check_labels(y: Tensor, num_samples: int) -> None:
         ValueError: if there is not exactly one label per sample.
     """
     if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex():
-        found = y.dtype if isinstance(y, Tensor) else type(y).__name__
-        raise TypeError(f"labels must be an integer tensor, got {found}. Convert class indices with .long().")
+        raise TypeError(f"labels must be an integer tensor, {_found(y, 'y', 'long')}")
     if y.shape != (num_samples,):
         raise ValueError(f"labels must have shape ({num_samples},), one per sample, got {tuple(y.shape)}.")
+
+
+def _found(value: object, name: str, method: str) -> str:
+    """What came instead of a tensor of the right dtype, and how to make one of it."""
+    if isinstance(value, Tensor):
+        return f"got {value.dtype}. Convert it with {name}.{method}()."
+    make = "torch.from_numpy" if isinstance(value, np.ndarray) else "torch.tensor"
+    return f"got {type(value).__name__}. Convert it with {make}({name}).{method}()."

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from rmd_plugin.compare.metrics import FeatureRows, quiet_compute
-from rmd_plugin.detectors.base import heed_interrupt
+from rmd_plugin.detectors.base import raise_if_interrupted
 from rmd_plugin.encoding.batch_encoder import Encoded, EncodingError, batch_inputs
 from rmd_plugin.encoding.isolation import visiting
 
@@ -223,7 +223,7 @@ class Refit:
         try:
             with visiting(module, seed), torch.inference_mode(False), torch.enable_grad():
                 fit()
-            heed_interrupt(detector)
+            raise_if_interrupted(detector)
         except Exception as error:
             outcome.error = error
         outcome.seconds += time.perf_counter() - start

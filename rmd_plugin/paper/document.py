@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader
+
 from rmd_plugin.atomic import replacing
 from rmd_plugin.paper.published import ADDRESS, TITLE
 from rmd_plugin.paper.result import PaperNumber
@@ -47,6 +49,12 @@ class StudySummary:
     command: str = ""
     versions: dict[str, Any] = field(default_factory=dict)
     machine: str = ""
+
+    @property
+    def ready(self) -> dict[str, str]:
+        """Lines that were not run here, with the command that runs each."""
+        missing = dict.fromkeys(item.what for item in self.comparisons if not item.run)
+        return {what: self.commands[what] for what in missing if what in self.commands}
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write it as JSON; NaN, which JSON does not have, as null."""
@@ -108,40 +116,20 @@ def reproduction_document(summaries: Sequence[StudySummary], pictures: Mapping[s
         summaries: the studies, in the order of the document.
         pictures: figure name -> path as the document should refer to it.
     """
-    run = [item for summary in summaries for item in summary.comparisons if item.run and not math.isnan(item.paper)]
-    left = [item for summary in summaries for item in summary.comparisons if not item.run]
-    lines = [
-        "# Reproduction",
-        "",
-        "Made by `rmd-reproduce`; do not edit. Every number in the column *ours* was measured by the command that is "
-        "named with it. A line without a number was not run here.",
-        "",
-        f"The paper: Ren et al., [{TITLE}]({ADDRESS}). All numbers are percentages unless they count something. "
-        "Most of our settings are smaller than the paper's, so the level of a number may differ; what should agree is who is ahead of whom, "
-        "and why. The last column says what differs.",
-        "",
-        f"{len(run)} published numbers have one of ours beside them; {len(left)} were not run here. "
-        "`scale=paper` holds the paper's own settings for machines with GPUs.",
-        "",
-    ]
-    lines += _machines(summaries)
-    for summary in summaries:
-        lines += [f"## {summary.about}", ""]
-        seconds = "" if math.isnan(summary.seconds) else f" It took {summary.seconds:.0f} s."
-        lines += [f"`{summary.command}`.{seconds}", ""]
-        for name, caption in summary.figures.items():
-            if name in pictures:
-                lines += [f"![{caption}]({pictures[name]})", "", f"*{caption}.*", ""]
-        lines += [to_markdown(comparison_table(summary.comparisons)), ""]
-        for note in summary.notes:
-            lines += [note, ""]
-        missing = [item.what for item in summary.comparisons if not item.run]
-        commands = {what: summary.commands[what] for what in dict.fromkeys(missing) if what in summary.commands}
-        if commands:
-            lines += ["Ready, not run here:", ""]
-            lines += [f"- {what}: `{command}`" for what, command in commands.items()]
-            lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+    numbers = [item for summary in summaries for item in summary.comparisons]
+    # Markdown, not HTML: nothing is escaped
+    environment = Environment(loader=PackageLoader("rmd_plugin.paper"), trim_blocks=True, lstrip_blocks=True)
+    text = environment.get_template("reproduction.md").render(
+        title=TITLE,
+        address=ADDRESS,
+        measured=sum(item.run and not math.isnan(item.paper) for item in numbers),
+        missing=sum(not item.run for item in numbers),
+        machines=_machines(summaries),
+        summaries=summaries,
+        pictures=pictures,
+        table=lambda summary: to_markdown(comparison_table(summary.comparisons)),
+    )
+    return text.rstrip() + "\n"
 
 
 def write_document(
@@ -172,19 +160,17 @@ def write_document(
     return path
 
 
-def _machines(summaries: Sequence[StudySummary]) -> list[str]:
-    machines = list(dict.fromkeys(summary.machine for summary in summaries if summary.machine))
-    commits = list(dict.fromkeys(str(summary.versions.get("commit", "")) for summary in summaries))
+def _machines(summaries: Sequence[StudySummary]) -> str:
+    machines = dict.fromkeys(summary.machine for summary in summaries if summary.machine)
+    commits = dict.fromkeys(str(summary.versions.get("commit", "")) for summary in summaries)
     packages = summaries[0].versions.get("packages", {}) if summaries else {}
-    shown = ", ".join(
-        f"{name} {packages[name]}" for name in ("torch", "pytorch-ood", "pytorch-lightning") if name in packages
-    )
-    total = sum(summary.seconds for summary in summaries if not math.isnan(summary.seconds))
-    text = f"Run on {'; '.join(machines)}" if machines else "Run"
-    text += f" with {shown}" if shown else ""
+    shown = [f"{name} {packages[name]}" for name in ("torch", "pytorch-ood", "pytorch-lightning") if name in packages]
     short = [commit[:12] + ("+changes" if commit.endswith("+changes") else "") for commit in commits if commit]
+    text = f"Run on {'; '.join(machines)}" if machines else "Run"
+    text += f" with {', '.join(shown)}" if shown else ""
     text += f", commit {', '.join(short)}" if short else ""
-    return [f"{text}; {total / 60:.0f} minutes in all.", ""]
+    total = sum(summary.seconds for summary in summaries if not math.isnan(summary.seconds))
+    return f"{text}; {total / 60:.0f} minutes in all."
 
 
 def _remark(item: PaperNumber) -> str:

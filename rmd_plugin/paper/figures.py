@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 
 from rmd_plugin.compare.rows import AUROC, mean, select
@@ -26,7 +25,9 @@ from rmd_plugin.report.style import (
     colour,
     house_style,
     label,
+    name_ends,
     new_figure,
+    outline,
     quiet_grid,
 )
 
@@ -202,7 +203,7 @@ def spectrum_figure(arrays: Arrays, title: str, areas: Mapping[str, float], *, o
         along = lower.transAxes.inverted().transform(lower.transData.transform((threshold + 0.5, 0.0)))[0]
         place: Any = {"xycoords": ("data", "axes fraction"), "va": "top", "ha": "left" if along < 0.7 else "right"}
         note = lower.annotate(f" {threshold} leading ", (threshold + 0.5, 1.0), fontsize=SMALL, **place)
-        note.set_path_effects([withStroke(linewidth=3, foreground="white")])
+        outline(note)
         upper.legend(loc="upper right", frameon=False, labelcolor="linecolor", handlelength=0, fontsize=SMALL)
         lower.set_xlabel(f"direction, by {order}" + (" (log)" if wide else ""))
         figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE)
@@ -249,7 +250,7 @@ def partial_figure(arrays: Arrays, title: str) -> Figure:
             axes.set_title(f"PMD {which}", fontsize=SMALL + 2)
             quiet_grid(axes)
         left.set_ylabel("AUROC (%)")
-        _beside(right, [(value, f"{label(name)} {value:.1f}", colour(name)) for name, value in lines.items()])
+        name_ends(right, [(value, f"{label(name)} {value:.1f}", colour(name)) for name, value in lines.items()])
         figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE)
     return figure
 
@@ -271,14 +272,14 @@ def robustness_figure(trainings: Mapping[str, Arrays]) -> Figure:
                 steps, train, held_out = arrays["accuracy"]
                 top.plot(steps, 100 * train, color=QUIET, linestyle=DASHES[1])
                 top.plot(steps, 100 * held_out, color=PALETTE["black"])
-                _beside(top, [(100 * train[-1], "training", _READABLE), (100 * held_out[-1], "held-out", "#000000")])
+                name_ends(top, [(100 * train[-1], "training", _READABLE), (100 * held_out[-1], "held-out", "#000000")])
             ends = []
             for name in (*_BOTH, "msp"):
                 if name in arrays:
                     steps, values = arrays[name]
                     bottom.plot(steps, 100 * values, "o-", color=colour(name), markersize=4)
                     ends.append((100 * values[-1], f"{label(name)} {100 * values[-1]:.1f}", colour(name)))
-            _beside(bottom, ends)
+            name_ends(bottom, ends)
             top.set_title(text, fontsize=SMALL + 2)
             bottom.set_xlabel("training step")
             bottom.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -371,27 +372,7 @@ def _name(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, f
     """A name beside a point, readable on top of lines."""
     look: Any = {"textcoords": "offset points", "fontsize": SMALL, "fontweight": "bold", "ha": ha}
     note = axes.annotate(text, at, offset, color=shade, **look)
-    note.set_path_effects([withStroke(linewidth=3, foreground="white")])
-
-
-def _beside(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Names to the right of a panel at the height of their lines, moved apart where they would meet."""
-    low, high = axes.get_ylim()
-    height = axes.get_window_extent().height or 1.0
-    # in constrained layout the final height is not known yet: about 60 % of the figure's share
-    gap = (high - low) * 1.5 * SMALL * (axes.figure.dpi / 72) / max(height, 120)
-    ordered = sorted(ends)
-    levels: list[float] = []
-    for value, _, _ in ordered:
-        levels.append(max(value, levels[-1] + gap) if levels else value)
-    # names that were pushed above the panel come down again, from the highest on
-    ceiling = high
-    for place in reversed(range(len(levels))):
-        levels[place] = min(levels[place], ceiling)
-        ceiling = levels[place] - gap
-    for (_, text, shade), level in zip(ordered, levels, strict=True):
-        where: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "annotation_clip": False}
-        axes.annotate(text, (1.0, level), (6, 0), va="center", color=shade, fontsize=SMALL, **where)
+    outline(note)
 
 
 def _plain_ticks(axes: Axes, values: Sequence[float] | np.ndarray) -> None:

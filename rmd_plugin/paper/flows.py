@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rmd_plugin.detectors.base import heed_interrupt
+from rmd_plugin.detectors.base import raise_if_interrupted
 from rmd_plugin.detectors.flows.detectors import FlowLikelihood, RelativeFlow
 from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis
 from rmd_plugin.paper.published import TEXT
@@ -38,7 +38,7 @@ def run(feature_sets: Sequence[FeatureSet], options: Mapping[str, Any]) -> Study
         }
         for name, detector in detectors.items():
             detector.fit_features(features.train, features.train_labels)
-            heed_interrupt(detector)
+            raise_if_interrupted(detector)
             area, scores = features.rate(detector)
             result.add(features, [features.row(name, area)], under(name, scores))
             where = "spectrum" if name in ("mahalanobis", "rmd") else "flows"

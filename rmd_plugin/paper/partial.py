@@ -32,19 +32,18 @@ _PUBLISHED = {
 _BLOCK = 2**20
 
 
-def cumulative_scores(moments: Moments, z: Tensor, *, shrinkage: float | str = 0.0) -> tuple[Tensor, Tensor]:
+def cumulative_scores(moments: Moments, z: Tensor) -> tuple[Tensor, Tensor]:
     """PMD of every sample for every d, by cumulative sums instead of D fits.
 
     Args:
         moments: moments of the training features.
         z: features of shape (B, D).
-        shrinkage: see :func:`rmd_plugin.detectors.gaussian.regularised_covariance`.
 
     Returns:
         ``largest`` (B, q), whose column d - 1 sums over the d directions of largest variance, and ``smallest`` (B, q),
         whose column d sums over the q - d others. q is the number of eigen-directions with variance.
     """
-    module = QuadraticScore(fit_mahalanobis(moments, shrinkage=shrinkage), torch.float64)
+    module = QuadraticScore(fit_mahalanobis(moments), torch.float64)
     classes, width = module.points.shape
     largest = torch.empty(len(z), width, dtype=torch.float64)
     smallest = torch.empty_like(largest)
@@ -58,12 +57,11 @@ def cumulative_scores(moments: Moments, z: Tensor, *, shrinkage: float | str = 0
     return largest, smallest
 
 
-def analyse(features: FeatureSet, *, shrinkage: float | str = 0.0) -> tuple[list[Row], Arrays]:
+def analyse(features: FeatureSet) -> tuple[list[Row], Arrays]:
     """AUROC of PMD for every d, largest and smallest first, beside MD, RMD and MMD.
 
     Args:
         features: features with one OOD set.
-        shrinkage: see :func:`rmd_plugin.detectors.gaussian.regularised_covariance`.
 
     Returns:
         Rows for MD, RMD, MMD and the best d; arrays ``largest`` (q,), for d = 1..q, ``smallest`` (q,), for d = 0..q-1
@@ -71,14 +69,14 @@ def analyse(features: FeatureSet, *, shrinkage: float | str = 0.0) -> tuple[list
     """
     moments = features.moments()
     arrays: Arrays = {}
-    id_scores, ood_scores = (cumulative_scores(moments, z, shrinkage=shrinkage) for z in (features.test, features.ood))
+    id_scores, ood_scores = (cumulative_scores(moments, z) for z in (features.test, features.ood))
     for name, inside, outside in zip(("largest", "smallest"), id_scores, ood_scores, strict=True):
         # contiguous columns: sorting a strided one is several times slower
         columns = zip(inside.T.contiguous().numpy(), outside.T.contiguous().numpy(), strict=True)
         arrays[name] = np.array([auroc(a, b) for a, b in columns])
     rows = []
     for name, kind in (("mahalanobis", Mahalanobis), ("rmd", RMD), ("marginal", MarginalMahalanobis)):
-        area, _ = features.rate(kind(shrinkage=shrinkage).fit_moments(moments))  # type: ignore[arg-type]
+        area, _ = features.rate(kind().fit_moments(moments))
         rows.append(features.row(name, area))
         arrays[name] = np.array(area)
     peak = int(arrays["largest"].argmax())

@@ -106,21 +106,19 @@ TEXT: dict[str, float] = {
 }
 
 _NO_WEIGHTS = "the weights of {} cannot be fetched offline{}; ready under scale=paper"
-_GPU = ", and fine-tuning them needs a GPU"
+_NO_GPU = ", and fine-tuning them needs a GPU"
 
 #: lines that the small scale does not run: table -> line -> why
 NOT_RUN: dict[str, dict[Line, str]] = {
     "table1": {},
     "table2": {
-        (CIFAR100, "ViT-B/16"): _NO_WEIGHTS.format("ViT-B/16 of ImageNet-21k", ""),
-        (CIFAR10, "ViT-B/16"): _NO_WEIGHTS.format("ViT-B/16 of ImageNet-21k", ""),
-        (CIFAR100, "CLIP"): _NO_WEIGHTS.format("CLIP", ""),
-        (CIFAR10, "CLIP"): _NO_WEIGHTS.format("CLIP", ""),
+        (benchmark, backbone): _NO_WEIGHTS.format(weights, "")
+        for benchmark in (CIFAR100, CIFAR10)
+        for backbone, weights in (("ViT-B/16", "ViT-B/16 of ImageNet-21k"), ("CLIP", "CLIP"))
     },
     "table3": {
-        (CIFAR100, "ViT-B/16"): _NO_WEIGHTS.format("ViT-B/16", _GPU),
-        (CIFAR10, "ViT-B/16"): _NO_WEIGHTS.format("ViT-B/16", _GPU),
-        (CIFAR100, "BiT R50x1"): _NO_WEIGHTS.format("BiT R50x1", _GPU),
-        (CIFAR10, "BiT R50x1"): _NO_WEIGHTS.format("BiT R50x1", _GPU),
+        (benchmark, backbone): _NO_WEIGHTS.format(backbone, _NO_GPU)
+        for benchmark in (CIFAR100, CIFAR10)
+        for backbone in ("ViT-B/16", "BiT R50x1")
     },
 }

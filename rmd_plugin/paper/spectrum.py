@@ -32,7 +32,7 @@ class Directions(NamedTuple):
     background: Tensor  #: variance of all training samples along each direction, shape (q,)
 
 
-def fit_directions(moments: Moments, *, basis: Basis = "eigen", shrinkage: float | str = 0.0) -> Directions:
+def fit_directions(moments: Moments, *, basis: Basis = "eigen") -> Directions:
     """Directions of unit within-class variance, and the class-independent variance along each.
 
     ``eigen`` is the paper's choice: the eigenvectors of Sigma by descending eigenvalue, with one background Gaussian
@@ -44,9 +44,8 @@ def fit_directions(moments: Moments, *, basis: Basis = "eigen", shrinkage: float
     Args:
         moments: moments of the training features.
         basis: which directions.
-        shrinkage: see :func:`rmd_plugin.detectors.gaussian.regularised_covariance`.
     """
-    parameters = fit_mahalanobis(moments, shrinkage=shrinkage)
+    parameters = fit_mahalanobis(moments)
     shares = moments.counts[moments.counts > 0] / moments.counts.sum()
     points = parameters["points"]
     if basis == "discriminative":
@@ -108,20 +107,19 @@ def change_point(gap: np.ndarray) -> int:
     return int(left[between.argmax()])
 
 
-def analyse(features: FeatureSet, *, basis: Basis = "eigen", shrinkage: float | str = 0.0) -> tuple[list[Row], Arrays]:
+def analyse(features: FeatureSet, *, basis: Basis = "eigen") -> tuple[list[Row], Arrays]:
     """The spectrum of one feature set.
 
     Args:
         features: features with one OOD set.
         basis: see :func:`fit_directions`.
-        shrinkage: see :func:`rmd_plugin.detectors.gaussian.regularised_covariance`.
 
     Returns:
         Rows, and arrays for each of MD and RMD: mean and quantiles along the directions for ID and OOD, shape (q,), and
         the scores; and ``threshold``, the number of leading directions that stand apart.
     """
     moments = features.moments()
-    directions = fit_directions(moments, basis=basis, shrinkage=shrinkage)
+    directions = fit_directions(moments, basis=basis)
     arrays: Arrays = {}
     rows, sums = [], []
     for kind, z in (("id", features.test), ("ood", features.ood)):
@@ -130,7 +128,7 @@ def analyse(features: FeatureSet, *, basis: Basis = "eigen", shrinkage: float | 
         for name, part in zip(("mahalanobis", "rmd"), terms, strict=True):
             arrays |= under(f"{name}/{kind}", _summary(part))
     for name, detector in (("mahalanobis", Mahalanobis), ("rmd", RMD)):
-        area, scores = features.rate(detector(shrinkage=shrinkage).fit_moments(moments))  # type: ignore[arg-type]
+        area, scores = features.rate(detector().fit_moments(moments))
         rows.append(features.row(name, area))
         arrays |= {f"{name}/{kind}/scores": values for kind, values in scores.items()}
     rows.append(features.row("rmd_by_direction", auroc(*sums)))

@@ -65,35 +65,19 @@ DOCUMENT = (SIMULATION, "spectrum", "table1", "flows", "table2", "table3", "robu
 
 @dataclass
 class SimulationOptions:
-    """Options of the simulation, ``simulation.NAME=VALUE``; the values are the paper's where it gives them.
+    """Options of the simulation, ``simulation.NAME=VALUE``; the values are the paper's where it gives them."""
 
-    Attributes:
-        dim: D.
-        sigma: standard deviation of every coordinate.
-        n_train: training samples per class.
-        n_test: test samples per class and per OOD mean.
-        seeds: number of repetitions.
-        sweep_dims: values of D for the first sweep.
-        sweep_sigmas: values of sigma for the second.
-        sweep_seeds: repetitions of each value.
-        sweep_n_train: training samples per class in the sweeps.
-        network_activations: one network with each; the paper does not name its own.
-        network_width: hidden units of the one-layer network.
-        network_epochs: passes over its training samples.
-        network_seeds: repetitions with the network.
-    """
-
-    dim: int = 1024
-    sigma: float = 0.25
-    n_train: int = 10_000
-    n_test: int = 100
-    seeds: int = 20
+    dim: int = 1024  #: D
+    sigma: float = 0.25  #: standard deviation of every coordinate
+    n_train: int = 10_000  #: training samples per class
+    n_test: int = 100  #: test samples per class and per OOD mean
+    seeds: int = 20  #: repetitions
     sweep_dims: list[int] = field(default_factory=lambda: [4, 16, 64, 256, 1024, 2048])
     sweep_sigmas: list[float] = field(default_factory=lambda: [0.1, 0.15, 0.25, 0.35, 0.5, 0.75])
-    sweep_seeds: int = 5
+    sweep_seeds: int = 5  #: repetitions of each value
     sweep_n_train: int = 10_000
-    network_activations: list[str] = field(default_factory=lambda: ["tanh", "relu"])
-    network_width: int = 1024
+    network_activations: list[str] = field(default_factory=lambda: ["tanh", "relu"])  #: the paper does not name its own
+    network_width: int = 1024  #: hidden units of the one-layer network
     network_epochs: int = 1
     network_seeds: int = 3
 

@@ -99,7 +99,7 @@ class Norm(FeaturesDetector):
 CONFIGS = {
     "benchmark/squares.yaml": "defaults:\n  - override /backbone@_global_.backbone: tiny\n  - _self_\n"
     "_target_: mine.Squares\n",
-    "backbone/tiny.yaml": "_target_: mine.Tiny\n",
+    "backbone/tiny.yaml": "_target_: mine.Tiny\nnum_classes: null\n",
     "detector/norm.yaml": "norm:\n  _target_: mine.Norm\n  power: 2.0\n",
 }
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from rmd_plugin import backbones
-from rmd_plugin.backbones.base import Backbone
+from rmd_plugin.backbones.base import Backbone, as_backbone
 from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.backbones.efficientnet import EfficientNetLite0
-from rmd_plugin.backbones.fetch import WeightsNotFoundError
+from rmd_plugin.backbones.fetch import WeightsNotFoundError, find_checkpoint
 from rmd_plugin.backbones.genomics import GenomicsBERT, GenomicsCNN
 from rmd_plugin.backbones.resnet import ResNet
 from rmd_plugin.backbones.small import MLP, Identity, SmallCNN
@@ -245,6 +245,15 @@ def test_a_relative_checkpoint_is_also_looked_for_in_the_data_folder(
         build("mlp", checkpoint="weights/mlp.pt")
 
 
+def test_a_missing_checkpoint_names_the_option_it_was_given_to(tmp_path: Path) -> None:
+    with pytest.raises(
+        WeightsNotFoundError, match=r"^checkpoint '.*a\.pt' not found.* Give checkpoint the path of a file"
+    ):
+        build("mlp", checkpoint=tmp_path / "a.pt")
+    with pytest.raises(WeightsNotFoundError, match=r"^ckpt_path '.*a\.pt' not found.* Give ckpt_path the path"):
+        find_checkpoint(tmp_path / "a.pt", option="ckpt_path")
+
+
 @every_backbone
 def test_the_fingerprint_follows_the_weights_and_nothing_else(name: str) -> None:
     first, second = build(name, num_classes=3), build(name, num_classes=3, frozen=True)
@@ -296,6 +305,39 @@ def test_the_identity_learns_its_size_and_refuses_what_is_not_features() -> None
         Identity().encoder(torch.rand(3, 1, 8, 8))
     with pytest.raises(RuntimeError, match="pass in_features"):
         Identity(num_classes=3)
+
+
+class PlainNet(nn.Module):
+    """What a user's own network may look like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Flatten()
+        self.head = nn.Linear(64, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x))
+
+
+def test_a_plain_module_with_encoder_and_head_serves_as_a_backbone() -> None:
+    net = PlainNet()
+    net.test_transform = str.upper
+    backbone = as_backbone(net)
+    assert (backbone.encoder, backbone.head) == (net.encoder, net.head)
+    assert (backbone.feature_dim, backbone.num_classes, backbone.head_loaded, backbone.frozen) == (64, 6, True, False)
+    assert backbone.test_transform is str.upper
+    assert backbone.train_transform is None
+    own = Identity()
+    assert as_backbone(own) is own
+    del net.head
+    assert as_backbone(net).head is None
+    with pytest.raises(
+        ValueError, match=r"Linear cannot serve as a backbone: its \.encoder must be a module, got NoneType"
+    ):
+        as_backbone(nn.Linear(2, 2))
+    net.head = nn.Sequential()
+    with pytest.raises(ValueError, match=r"nn\.Linear or None, got Sequential.*Backbone"):
+        as_backbone(net)
 
 
 def test_the_package_lists_its_names_and_resolves_each() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class, instantiate
 
-from rmd_plugin.backbones.base import Backbone
+from rmd_plugin.backbones.base import Backbone, SharedOptions
 
 CONF = Path(__file__).parents[2] / "conf"
 CONFIGS = sorted(path.stem for path in (CONF / "backbone").glob("*.yaml"))
@@ -36,10 +36,12 @@ def test_each_config_starts_with_its_command_and_fits_its_class(choice: str) -> 
     config = compose_backbone(choice)
     target = get_class(config._target_)
     assert issubclass(target, Backbone)
-    accepted = set(inspect.signature(target.__init__).parameters)
+    shared = set(SharedOptions.__annotations__)
+    accepted = set(inspect.signature(target.__init__).parameters) | shared
     given = {str(key) for key in config if not str(key).startswith("_")}
     assert given <= accepted
-    assert {"num_classes", "checkpoint", "load_head", "frozen"} <= given
+    assert shared == {"num_classes", "checkpoint", "load_head", "frozen"}
+    assert shared <= given
 
 
 @pytest.mark.parametrize(
@@ -68,3 +70,36 @@ def test_each_config_builds_the_network_it_names(
     assert backbone.num_classes == 10
     if parameters is not None:
         assert sum(p.numel() for p in backbone.parameters()) == pytest.approx(parameters, rel=0.005)
+
+
+MY_NET = """
+from torch import nn
+from rmd_plugin.backbones import Backbone
+
+class MyNet(Backbone):
+    def __init__(self, width=32, **options):
+        encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU())
+        super().__init__(encoder, width, architecture={"width": width}, **options)
+"""
+MY_YAML = """
+_target_: my_own_package.MyNet
+width: 16
+num_classes: null
+checkpoint: null
+load_head: true
+frozen: false
+"""
+
+
+@pytest.mark.filterwarnings("ignore:provider=rmd-plugin")  # a checkout has no rmd_plugin.conf.shared
+def test_a_backbone_of_the_users_own_package_is_chosen_by_its_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_own_package.py").write_text(MY_NET)
+    (tmp_path / "conf" / "backbone").mkdir(parents=True)
+    (tmp_path / "conf" / "backbone" / "my_net.yaml").write_text(MY_YAML)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = compose_backbone("my_net", "backbone.frozen=true", f"hydra.searchpath=[file://{tmp_path}/conf]")
+    backbone = instantiate(config, num_classes=6)
+    assert isinstance(backbone, Backbone)
+    assert (backbone.feature_dim, backbone.num_classes, backbone.frozen) == (16, 6, True)

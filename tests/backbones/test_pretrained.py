@@ -12,25 +12,34 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import torch
 
-from rmd_plugin.backbones import fetch
+from rmd_plugin.backbones import fetch, text
 from rmd_plugin.backbones.checkpoint import CheckpointError
-from rmd_plugin.backbones.fetch import MissingDependencyError, WeightsNotFoundError, unreachable
+from rmd_plugin.backbones.fetch import WeightsNotFoundError, hub_unavailable, url_file
 from rmd_plugin.backbones.text import BERT
-from rmd_plugin.backbones.vision import OpenCLIP, Timm, TorchVision, _from_url
+from rmd_plugin.backbones.vision import OpenCLIP, Timm, TorchVision
+from rmd_plugin.extras import MissingExtraError, require
 
 CONTENT = b"weights, or something like it"
+
+
+def _no_network(*_: object) -> None:
+    raise URLError(OSError("Name or service not known"))
 
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An empty cache and no network, on any machine."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    monkeypatch.setattr(fetch, "unreachable", lambda url, timeout=0.0: "Name or service not known")
+    monkeypatch.setattr("torch.hub.urlopen", _no_network)
+    monkeypatch.setattr(fetch, "hub_unavailable", lambda: "Name or service not known")
+    monkeypatch.setattr(text, "hub_unavailable", lambda: "Name or service not known")
     if importlib.util.find_spec("huggingface_hub") is not None:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
@@ -61,7 +70,7 @@ def test_a_missing_package_is_an_error_that_names_the_extra(
     build: Callable[[], object], module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingDependencyError, match=rf'{module}.*pip install "rmd-plugin\[{extra}\]"') as caught:
+    with pytest.raises(MissingExtraError, match=rf'{module}.*pip install "rmd-plugin\[{extra}\]"') as caught:
         build()
     assert "\n" not in str(caught.value)
 
@@ -70,8 +79,8 @@ def test_a_package_that_fails_in_itself_tells_its_own_story(tmp_path: Path, monk
     (tmp_path / "half_installed.py").write_text("import something_that_is_not_there")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="something_that_is_not_there") as caught:
-        fetch.require("half_installed", extra="vision", needed_by="a test")
-    assert not isinstance(caught.value, MissingDependencyError)
+        require("half_installed", extra="vision", needed_by="a test")
+    assert not isinstance(caught.value, MissingExtraError)
 
 
 def test_optional_packages_are_imported_only_when_chosen() -> None:
@@ -121,9 +130,10 @@ def test_unreachable_weights_say_so_quickly_in_one_line_with_the_places(
 def test_offline_mode_is_respected_without_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(fetch, "unreachable", lambda *_: pytest.fail("asked the network in offline mode"))
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: pytest.fail("asked the network in offline mode"))
+    monkeypatch.setattr(fetch, "hub_unavailable", hub_unavailable)
     with pytest.raises(WeightsNotFoundError, match="HF_HUB_OFFLINE is set"):
-        fetch.hub_file("org/model", ["model.safetensors"], remedy="-")
+        fetch.hub_file("org/model", ["model.safetensors"])
 
 
 @pytest.fixture
@@ -149,19 +159,32 @@ def server() -> Iterator[str]:
     web.server_close()
 
 
-def test_a_server_is_reachable_if_it_answers_at_all(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_available_if_it_answers_at_all(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert unreachable(server) is None
-    assert unreachable("ftp://example.org/file") is not None
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server)
+    assert hub_unavailable() is None
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        address = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}/")
         started = time.monotonic()
-        reasons = [unreachable(address, timeout=0.2)]
+        reasons = [hub_unavailable(timeout=0.2)]
         assert time.monotonic() - started < 3
-    reasons.append(unreachable(address, timeout=0.2))  # now nobody listens at all
-    assert all(reason and "\n" not in reason for reason in reasons)
+    reasons.append(hub_unavailable(timeout=0.2))  # now nobody listens at all
+    assert all(reasons)
+
+
+def test_a_download_from_a_silent_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("torch.hub.urlopen", urlopen)
+    monkeypatch.setattr(fetch, "SILENCE_SECONDS", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(WeightsNotFoundError, match="timed out"):
+            url_file(f"http://127.0.0.1:{silent.getsockname()[1]}/weights.pth")
+    assert socket.getdefaulttimeout() is None
 
 
 class _FakeHub:
@@ -182,15 +205,15 @@ class _FakeHub:
 def test_a_download_tries_each_name_and_reports_the_last_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     utils = pytest.importorskip("huggingface_hub.utils", reason="huggingface_hub is not installed")
     absent = utils.EntryNotFoundError("404: no such file")
-    monkeypatch.setattr(fetch, "unreachable", lambda *_: None)
+    monkeypatch.setattr(fetch, "hub_unavailable", lambda: None)
     hub = _FakeHub({"a.bin": absent, "b.bin": "/cache/b.bin"})
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hub)
-    assert fetch.hub_file("org/model", ["a.bin", "b.bin"], remedy="-") == Path("/cache/b.bin")
+    assert fetch.hub_file("org/model", ["a.bin", "b.bin"]) == Path("/cache/b.bin")
     for error, tried in ((absent, ["a.bin", "b.bin"]), (OSError("disk\nfull"), ["a.bin"])):
         hub = _FakeHub({"a.bin": error, "b.bin": absent})
         monkeypatch.setattr("huggingface_hub.hf_hub_download", hub)
         with pytest.raises(WeightsNotFoundError, match=r"org/model \((404: no such file|disk full)\)"):
-            fetch.hub_file("org/model", ["a.bin", "b.bin"], remedy="-")
+            fetch.hub_file("org/model", ["a.bin", "b.bin"])
         assert hub.asked == tried
 
 
@@ -199,17 +222,17 @@ def test_a_download_by_address_is_checked_against_the_hash_in_its_name(
     honest: bool, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(fetch, "unreachable", lambda *_: None)
+    monkeypatch.setattr("torch.hub.urlopen", urlopen)
     digest = hashlib.sha256(CONTENT if honest else b"other").hexdigest()[:8]
     address = f"{server}-{digest}.pth"
     if honest:
-        path = Path(_from_url("weights", address))
+        path = url_file(address)
         assert path.read_bytes() == CONTENT
         monkeypatch.setattr("torch.hub.download_url_to_file", lambda *_: pytest.fail("downloaded twice"))
-        assert Path(_from_url("weights", address)) == path
+        assert url_file(address) == path
     else:
         with pytest.raises(WeightsNotFoundError, match="invalid hash value"):
-            _from_url("weights", address)
+            url_file(address)
         assert not list((Path(torch.hub.get_dir()) / "checkpoints").iterdir())
 
 
@@ -352,6 +375,8 @@ def test_torchvision_gives_torchvisions_own_logits_from_the_cache(tmp_path: Path
     full = TorchVision("mobilenet_v3_small", pretrained_head=True).eval()
     torch.testing.assert_close(full(x), reference(x))
     assert TorchVision("mobilenet_v3_small").head is None
+    with pytest.raises(ValueError, match=r"1000 classes, num_classes is 7.*pretrained_head=false"):
+        TorchVision("mobilenet_v3_small", pretrained_head=True, num_classes=7)
 
     torch.save(reference.state_dict(), tmp_path / "mine.pt")
     loaded = TorchVision("mobilenet_v3_small", checkpoint=tmp_path / "mine.pt").eval()

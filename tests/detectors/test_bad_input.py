@@ -1,5 +1,7 @@
 """Every kind of input that real life brings: each has its own error or its documented behaviour."""
 
+import re
+
 import numpy as np
 import oracle
 import pytest
@@ -8,7 +10,15 @@ from conftest import make_blobs
 from pytorch_ood.api import ModelNotSetException, RequiresFittingException
 from torch import nn
 
-from rmd_plugin import RMD, ClassMoments, Mahalanobis, MarginalMahalanobis, NumericalWarning, PartialMahalanobis
+from rmd_plugin import (
+    RMD,
+    ClassMoments,
+    Mahalanobis,
+    MarginalMahalanobis,
+    NumericalWarning,
+    PartialMahalanobis,
+    RelativeFlow,
+)
 
 GAUSSIAN = [RMD, Mahalanobis, MarginalMahalanobis]
 
@@ -49,6 +59,23 @@ def test_wrong_width_rank_and_dtype(blobs):
         detector.predict_features(torch.zeros(2, 7, 12))
     with pytest.raises(TypeError, match=r"floating-point tensor, got torch\.int64"):
         detector.predict_features(torch.zeros(2, 12).long())
+
+
+@pytest.mark.parametrize(
+    ("z", "y", "remedy"),
+    [
+        (np.zeros((4, 3)), torch.zeros(4).long(), "got ndarray. Convert it with torch.from_numpy(z).float()."),
+        ([[0.0, 1.0]], torch.zeros(1).long(), "got list. Convert it with torch.tensor(z).float()."),
+        (torch.zeros(4, 3).int(), torch.zeros(4).long(), "got torch.int32. Convert it with z.float()."),
+        (torch.zeros(4, 3), np.zeros(4, dtype=int), "got ndarray. Convert it with torch.from_numpy(y).long()."),
+        (torch.zeros(4, 3), [0, 0, 1, 1], "got list. Convert it with torch.tensor(y).long()."),
+        (torch.zeros(4, 3), torch.zeros(4), "got torch.float32. Convert it with y.long()."),
+    ],
+)
+def test_what_is_no_tensor_is_told_how_to_become_one(z, y, remedy):
+    for detector in (RMD(), RelativeFlow(progress=False)):
+        with pytest.raises(TypeError, match=re.escape(remedy)):
+            detector.fit_features(z, y)
 
 
 def test_an_empty_batch_gives_an_empty_score(blobs):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin import RMD, FlowLikelihood, Mahalanobis, NumericalWarning, RelativeFlow, load_detector
-from rmd_plugin.detectors.flows import fitting as flow_training
+from rmd_plugin.detectors.flows import optimizer
 from rmd_plugin.detectors.flows.fitting import MIN_SAMPLES
 
 DETECTORS = [FlowLikelihood, RelativeFlow]
@@ -47,9 +47,9 @@ def torn_arcs(count, seed):
     return z
 
 
-def auroc(detector, inlier, outlier):
-    labels = np.r_[np.zeros(len(inlier)), np.ones(len(outlier))]
-    return roc_auc_score(labels, detector.predict_features(torch.cat([inlier, outlier])))
+def auroc(detector, test_id, test_ood):
+    labels = np.r_[np.zeros(len(test_id)), np.ones(len(test_ood))]
+    return roc_auc_score(labels, detector.predict_features(torch.cat([test_id, test_ood])))
 
 
 # -- the Gaussian start ---------------------------------------------------------------------------------------------
@@ -133,12 +133,12 @@ def test_class_densities_integrate_to_one_over_the_features():
 
 def test_conditional_and_per_class_flows_agree_on_easy_data():
     z, y, _ = make_blobs(separation=6.0, dtype=torch.float32)
-    outlier = 3 * torch.randn(100, 12)
+    noise = 3 * torch.randn(100, 12)
     options = QUICK | {"lr": 2e-3}
     separate, shared = (RelativeFlow(sharing=s, **options).fit_features(z, y) for s in ("per_class", "conditional"))
     for detector in (separate, shared):
         assert (detector.nearest_class(z) == y).float().mean() > 0.99
-        assert auroc(detector, z, outlier) > 0.97
+        assert auroc(detector, z, noise) > 0.97
     both = torch.stack([separate.predict_features(z), shared.predict_features(z)])
     assert torch.corrcoef(both)[0, 1] > 0.9
 
@@ -188,9 +188,9 @@ def test_fitting_on_a_loader_equals_fitting_on_features(detector):
 
 def test_samples_below_zero_have_no_influence(blobs):
     z, y, x = blobs
-    known = RelativeFlow(**QUICK).fit_features(z, y).predict_features(x)
+    expected = RelativeFlow(**QUICK).fit_features(z, y).predict_features(x)
     mixed_z, mixed_y = torch.cat([z, 100 + z]), torch.cat([y, torch.full_like(y, -1)])
-    torch.testing.assert_close(RelativeFlow(**QUICK).fit_features(mixed_z, mixed_y).predict_features(x), known)
+    torch.testing.assert_close(RelativeFlow(**QUICK).fit_features(mixed_z, mixed_y).predict_features(x), expected)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -446,7 +446,7 @@ def test_divergence_goes_back_to_the_gaussian_with_a_warning(detector, blobs):
 @pytest.mark.parametrize("when", [1, 9])
 def test_an_interrupt_leaves_a_detector_that_scores(when, blobs, monkeypatch):
     z, y, x = blobs
-    adamw, calls = flow_training.adamw, 0
+    adamw, calls = optimizer.adamw, 0
 
     def interrupted(*args, **kwargs):
         nonlocal calls
@@ -455,7 +455,7 @@ def test_an_interrupt_leaves_a_detector_that_scores(when, blobs, monkeypatch):
             raise KeyboardInterrupt
         return adamw(*args, **kwargs)
 
-    monkeypatch.setattr(flow_training, "adamw", interrupted)
+    monkeypatch.setattr(optimizer, "adamw", interrupted)
     with pytest.warns(UserWarning, match="interrupted"):
         detector = RelativeFlow(**(QUICK | {"max_epochs": 50})).fit_features(z, y)
     assert detector.interrupted

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from rmd_plugin.detectors.flows import fitting as flow_training
+from rmd_plugin.detectors.flows import optimizer
 from rmd_plugin.detectors.flows.fitting import (
     MIN_SAMPLES,
     TrainingOptions,
@@ -37,7 +39,7 @@ every_shape = pytest.mark.parametrize("spec", SHAPES.values(), ids=SHAPES)
 
 
 def conditional(spec, classes):
-    return FlowSpec(**{**spec.state(), "contexts": classes})
+    return replace(spec, contexts=classes)
 
 
 def bent(spec, count, scale=0.1):
@@ -456,8 +458,8 @@ def test_an_interrupt_keeps_the_best_so_far(monkeypatch):
             raise KeyboardInterrupt
         return adamw(*args, **kwargs)
 
-    adamw = flow_training.adamw
-    monkeypatch.setattr(flow_training, "adamw", interrupted)
+    adamw = optimizer.adamw
+    monkeypatch.setattr(optimizer, "adamw", interrupted)
     fit = train_flows(spec, x, y, 5, options)
     assert fit.interrupted
     assert bool((fit.loss[[0, 2, 3]] < fit.start_loss[[0, 2, 3]]).any())

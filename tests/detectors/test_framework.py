@@ -27,11 +27,11 @@ class Blobs(Benchmark):
         return TensorDataset(self.z, self.y)
 
     def test_sets(self, known=True, unknown=True):
-        inlier = TensorDataset(self.z[:100] + 0.01, self.y[:100])
-        outliers = [TensorDataset(x, torch.full((len(x),), -1)) for x in (self.noise, self.centre)]
+        test_id = TensorDataset(self.z[:100] + 0.01, self.y[:100])
+        ood_sets = [TensorDataset(x, torch.full((len(x),), -1)) for x in (self.noise, self.centre)]
         if known and unknown:
-            return [ConcatDataset([inlier, outlier]) for outlier in outliers]
-        return [inlier] if known else outliers
+            return [ConcatDataset([test_id, ood]) for ood in ood_sets]
+        return [test_id] if known else ood_sets
 
 
 def test_only_the_import_changes_in_a_users_script():

@@ -76,16 +76,16 @@ def test_partial_distance_over_all_directions_is_the_mahalanobis_distance(blobs)
     torch.testing.assert_close(more.predict_features(x), whole)
 
 
-def test_rmd_is_the_framework_rmd_times_the_number_of_samples():
-    z, y, x = make_blobs(dtype=torch.float32)
-    ours, theirs = RMD().fit_features(z, y), pytorch_ood.detector.RMD(None).fit_features(z, y)
-    torch.testing.assert_close(ours.predict_features(x), len(z) * theirs.predict_features(x), rtol=1e-3, atol=1e-2)
-
-
-def test_mahalanobis_is_the_framework_one_times_twice_the_number_of_samples():
-    z, y, x = make_blobs(dtype=torch.float32)
-    ours, theirs = Mahalanobis().fit_features(z, y), pytorch_ood.detector.Mahalanobis(None).fit_features(z, y)
-    torch.testing.assert_close(ours.predict_features(x), 2 * len(z) * theirs.predict_features(x), rtol=1e-3, atol=1e-2)
+@pytest.mark.parametrize(("detector", "factor"), [(RMD, 1), (Mahalanobis, 2)])
+@pytest.mark.parametrize("per_class", [60, 300])
+def test_scores_are_those_of_the_framework_times_n_or_two_n(detector, factor, per_class):
+    z, y, x = make_blobs(dtype=torch.float32, per_class=per_class)
+    scores = detector().fit_features(z, y).predict_features(x)
+    theirs = getattr(pytorch_ood.detector, detector.__name__)(None).fit_features(z, y).predict_features(x)
+    torch.testing.assert_close(scores, factor * len(z) * theirs, rtol=1e-3, atol=1e-2)
+    # the documented conversion of a threshold: half-way between two scores, so that rounding decides nothing
+    threshold = theirs.sort().values[39:41].mean()
+    assert torch.equal(scores > factor * len(z) * threshold, theirs > threshold)
 
 
 def test_openood_confidence_is_our_score_with_the_opposite_sign(blobs):
@@ -404,14 +404,14 @@ def test_the_papers_simulation():
         return z
 
     z, y = torch.cat([draw(-1, 10_000), draw(1, 10_000)]), torch.arange(2).repeat_interleave(10_000)
-    inlier, outlier = (torch.cat([draw(-a, 1000), draw(a, 1000)]) for a in (1, 3))
+    test_id, test_ood = (torch.cat([draw(-a, 1000), draw(a, 1000)]) for a in (1, 3))
     delta = (2 / sigma) ** 2
     expected = norm.cdf(delta / np.sqrt(4 * width + 4 * delta))
     assert expected == pytest.approx(0.8313, abs=0.01)  # the paper's figure
 
     def auroc(detector):
         detector.fit_features(z, y)
-        return oracle.auroc(detector.predict_features(inlier), detector.predict_features(outlier))
+        return oracle.auroc(detector.predict_features(test_id), detector.predict_features(test_ood))
 
     assert auroc(Mahalanobis()) == pytest.approx(expected, abs=0.025)
     assert auroc(RMD()) > 0.9999
@@ -427,3 +427,33 @@ def test_the_state_moves_with_the_detector(blobs):
     RMD().fit_features(z, y).save(buffer)
     buffer.seek(0)
     assert RMD.load(buffer, map_location="meta").device.type == "meta"
+
+
+def test_repr_shows_the_options_that_differ_and_what_was_fitted(blobs):
+    z, y, _ = blobs
+    detector = RMD(nn.Identity(), shrinkage="oas", normalize=False)
+    assert repr(detector) == "RMD(shrinkage='oas')"
+    assert repr(detector.fit_features(z, y)) == "<RMD(shrinkage='oas') fitted: 5 classes, 12 features>"
+    assert repr(PartialMahalanobis(components=3, largest=False)) == "PartialMahalanobis(components=3, largest=False)"
+    assert repr(Mahalanobis()) == "Mahalanobis()"
+
+
+def test_options_of_a_subclass_go_up_with_its_kwargs(blobs):
+    z, y, x = blobs
+
+    class Doubled(RMD):
+        def __init__(self, encoder=None, *, factor=2.0, **options):
+            super().__init__(encoder, **options)
+            self.factor = factor
+
+    detector = Doubled(shrinkage=0.1, factor=3.0).fit_features(z, y)
+    assert detector.options == {"factor": 3.0, "shrinkage": 0.1, "normalize": False, "covariance": "tied"}
+    assert torch.equal(Doubled.from_state(detector.state_dict()).predict_features(x), detector.predict_features(x))
+
+
+def test_one_gaussian_for_all_classes_has_no_class_scores(blobs):
+    z, y, x = blobs
+    detector = MarginalMahalanobis().fit_features(z, y)
+    for use in (detector.class_scores, detector.nearest_class):
+        with pytest.raises(NotImplementedError, match="MarginalMahalanobis has one Gaussian for all classes"):
+            use(x)

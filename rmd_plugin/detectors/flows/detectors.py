@@ -15,38 +15,32 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from nflows.flows import Flow
-from pytorch_ood.api import DetectorInfo, Paper, Task
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from rmd_plugin.detectors.base import Encoder, StatefulDetector
+from rmd_plugin.detectors.class_moments import ClassMoments
 from rmd_plugin.detectors.flows.fitting import MIN_SAMPLES, FlowFit, TrainingOptions, train_flows
 from rmd_plugin.detectors.flows.scoring import PASS_SAMPLES, FlowBank, FlowScore, fit_start, project
-from rmd_plugin.detectors.flows.spec import FlowSpec, Kind, Parameters
-from rmd_plugin.detectors.functional import NumericalWarning
-from rmd_plugin.detectors.moments import ClassMoments, Moments
+from rmd_plugin.detectors.flows.spec import FlowSpec, Kind
+from rmd_plugin.detectors.flows.state import Role, flow_parameters, flow_tensors, report_rows
+from rmd_plugin.detectors.functional import warn_numerical
+from rmd_plugin.detectors.gaussian import check_shrinkage
+from rmd_plugin.detectors.mahalanobis import RMD
+from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.encoding.features import pool_features
 
 Sharing = Literal["per_class", "conditional"]
 
 #: rows that are widened to float64 at a time
 _CHUNK_ROWS = 8192
-_INFO = DetectorInfo(
-    tasks=frozenset({Task.CLASSIFICATION}),
-    paper=Paper(
-        title="A Simple Fix to Mahalanobis Distance for Improving Near-OOD Detection",
-        venue="arXiv",
-        year=2021,
-        url="https://arxiv.org/abs/2106.09022",
-    ),
-    ai_coded=True,
-)
 
 
 class FlowDetector(StatefulDetector):
     """Base class of the detectors that are made of flows.
 
-    Features are kept in memory while the flows are trained (in their own dtype, plus one or two float32 copies).
+    Features are kept in memory while the flows are trained (in their own dtype, plus one or two float32 copies). Ctrl-C
+    ends the training with a warning; the detector then scores with the best flows it has had so far.
 
     Args:
         encoder: maps inputs to features of shape (B, D), or to maps (B, C, H, W), which are averaged over space. May be
@@ -78,28 +72,8 @@ class FlowDetector(StatefulDetector):
         progress: show a bar with the epoch, and training and validation loss in nats.
     """
 
-    info = _INFO
+    info = RMD.info
     _relative: ClassVar[bool]
-    _options: ClassVar[tuple[str, ...]] = (
-        "transforms",
-        "hidden_features",
-        "num_blocks",
-        "kind",
-        "num_bins",
-        "tail_bound",
-        "sharing",
-        "max_epochs",
-        "batch_size",
-        "lr",
-        "weight_decay",
-        "validation_fraction",
-        "patience",
-        "class_chunk",
-        "seed",
-        "shrinkage",
-        "normalize",
-        "progress",
-    )
     hyperparameter_space: dict[str, list[Any]] = {  # noqa: RUF012
         "transforms": [1, 2],
         "kind": ["maf", "rqs"],
@@ -162,53 +136,32 @@ class FlowDetector(StatefulDetector):
             data_loader: yields pairs (x, y). Samples with y < 0 are skipped.
             progress: show progress bars; None for the detector's own option.
 
-        Returns:
-            The detector itself.
-
         Raises:
             ModelNotSetException: if the detector has no encoder.
             ValueError: if there is no in-distribution sample, or features are NaN or infinite.
         """
         shown = self.progress if progress is None else progress
         batches = self._encoded_batches(data_loader, progress=shown)
-        return self._fit(((z.cpu(), y.cpu()) for z, y in batches), progress=shown)
+        return self._fit_batches(((z.cpu(), y.cpu()) for z, y in batches), progress=shown)
 
-    def fit_features(self, z: Tensor, y: Tensor) -> Self:
-        """Fit on features. Works inside ``no_grad`` and ``inference_mode``.
-
-        Ctrl-C ends the training with a warning; the detector then scores with the best flows it has had so far.
-
-        Args:
-            z: features of shape (N, D), or maps of shape (N, C, H, W), which are averaged over space.
-            y: integer class labels of shape (N,). Samples with y < 0 are skipped.
-
-        Returns:
-            The detector itself.
-
-        Raises:
-            TypeError: if features or labels have the wrong dtype.
-            ValueError: if shapes do not fit, features are NaN or infinite, or none varies within the classes.
-        """
-        return self._fit([(z, y)], progress=self.progress)
-
-    def _fit(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool) -> Self:
+    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool | None = None) -> Self:
         self._check_options()
         with torch.inference_mode(False), torch.no_grad():
             metric = ClassMoments(normalize=self.normalize, sync_on_compute=False)
             rows, labels = [], []
             for z, y in batches:
                 metric.update(z, y)  # also refuses what cannot be fitted
-                z, known = pool_features(z.detach()), y >= 0
-                rows.append(z if bool(known.all()) else z[known.to(z.device)])
-                labels.append(y[known].cpu().long())
+                z, is_id = pool_features(z.detach()), y >= 0
+                rows.append(z if bool(is_id.all()) else z[is_id.to(z.device)])
+                labels.append(y[is_id].cpu().long())
             moments = metric.compute()
             self._warn_missing_classes(moments.counts)
             if self._relative and int((moments.counts > 0).sum()) == 1:
                 message = "a single class is its own background, so the ratio says little. Use FlowLikelihood."
-                warnings.warn(message, NumericalWarning, stacklevel=3)
+                warn_numerical(message, kind="ratio of a single class")
             z, y = rows[0] if len(rows) == 1 else torch.cat(rows), torch.cat(labels)
             del rows
-            state = self._fit_state(moments, z, y, progress=progress)
+            state = self._fit_state(moments, z, y, progress=self.progress if progress is None else progress)
             return self._set_fitted(state, moments.num_classes, moments.num_features)
 
     def _fit_state(self, moments: Moments, z: Tensor, y: Tensor, *, progress: bool) -> dict[str, Tensor]:
@@ -229,7 +182,7 @@ class FlowDetector(StatefulDetector):
         fit = self._train_classes(own, index, labels, options)
         del own
         counts = torch.bincount(index, minlength=len(labels))
-        state |= {"counts": counts, "plain": counts < MIN_SAMPLES, **_named("class", fit)}
+        state |= {"counts": counts, "plain": counts < MIN_SAMPLES, **flow_tensors("class", fit)}
         self._warn(fit, labels)
         self.interrupted = fit.interrupted
         if background is not None:
@@ -237,7 +190,7 @@ class FlowDetector(StatefulDetector):
             options = replace(self._for_all(options, len(y)), max_epochs=0 if fit.interrupted else self.max_epochs)
             everything = torch.zeros(len(y), dtype=torch.long)
             fit = train_flows(spec, background, everything, 1, options, title="background flow")
-            state |= _named("background", fit)
+            state |= flow_tensors("background", fit)
             self._warn(fit, None)
             self.interrupted |= fit.interrupted
         return {name: tensor.to(device) for name, tensor in state.items()}
@@ -268,11 +221,12 @@ class FlowDetector(StatefulDetector):
 
         if fit.skipped:
             message = f"fewer than {MIN_SAMPLES} samples, no flow is trained and the Gaussian is used"
-            warnings.warn(f"{message}: {names(fit.skipped)}.", NumericalWarning, stacklevel=5)
+            warn_numerical(f"{message}: {names(fit.skipped)}.", kind="classes too small for a flow")
         if fit.diverged:
             message = "the training ran into NaN or infinity and went back to the best parameters before"
             remedy = f"Try a learning rate below {self.lr:g}."
-            warnings.warn(f"{message}: {names(fit.diverged)}. {remedy}", NumericalWarning, stacklevel=5)
+            kind = "diverged background flow" if labels is None else "diverged class flows"
+            warn_numerical(f"{message}: {names(fit.diverged)}. {remedy}", kind=kind)
         if fit.interrupted:
             message = "the training was interrupted: every flow has the best parameters it has had so far."
             warnings.warn(message, UserWarning, stacklevel=5)
@@ -284,27 +238,17 @@ class FlowDetector(StatefulDetector):
         background = self._bank("background", dtype) if self._relative else None
         return FlowScore(self._state, self._bank("class", dtype), background, normalize=normalize)
 
-    def _bank(self, role: str, dtype: torch.dtype) -> FlowBank:
-        params = {name: value.to(dtype) for name, value in self._parameters(role).items()}
+    def _bank(self, role: Role, dtype: torch.dtype) -> FlowBank:
+        params = {name: value.to(dtype) for name, value in flow_parameters(self._state, role).items()}
         if role == "class":
             return FlowBank(self._fitted_spec(role), params, self._state["points"], self._state["plain"])
         return FlowBank(self._fitted_spec(role), params, torch.zeros_like(self._state["points"][:1]))
 
-    def _parameters(self, role: str) -> Parameters:
-        prefix = f"{role}_flow."
-        return {name[len(prefix) :]: value for name, value in self._state.items() if name.startswith(prefix)}
-
-    def _fitted_spec(self, role: str) -> FlowSpec:
+    def _fitted_spec(self, role: Role) -> FlowSpec:
         """Shape of the fitted flows: of the fitted tensors, not of options that may have been changed since."""
-        params, options = self._parameters(role), self._fitted_options
+        params, options = flow_parameters(self._state, role), self._fitted_options
         names = ("num_blocks", "transforms", "kind", "num_bins", "tail_bound")
-        context = params.get("_transform._transforms.0.autoregressive_net.context_layer.weight")
-        return FlowSpec(
-            features=self._state["points"].shape[1],
-            hidden_features=params["_transform._transforms.0.autoregressive_net.initial_layer.bias"].shape[1],
-            contexts=0 if context is None else context.shape[2],
-            **{name: options[name] for name in names},
-        )
+        return FlowSpec.of(params, **{name: options[name] for name in names})
 
     def _score_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32  # of the flows; features are always whitened in float64
@@ -323,7 +267,7 @@ class FlowDetector(StatefulDetector):
             A new ``nflows.flows.Flow`` with the class's parameters.
         """
         spec, position = self._fitted_spec("class"), self._position(label)
-        return spec.unstack(self._parameters("class"), 0 if spec.contexts else position)
+        return spec.unstack(flow_parameters(self._state, "class"), 0 if spec.contexts else position)
 
     def coordinates(self, z: Tensor, label: int | None = None) -> Tensor:
         """Where the flows act: features in coordinates in which each class has mean zero and unit covariance.
@@ -353,21 +297,10 @@ class FlowDetector(StatefulDetector):
             the Gaussian start), ``gaussian`` and ``trained`` (mean negative log-density of the held-out samples at the
             start and at that epoch, in nats, lower is better; NaN where nothing was trained).
         """
-        self._require_fit()
+        labels = self._require_classes().tolist()
         shared = self._fitted_spec("class").contexts > 0
-        names: list[int | str] = ["conditional"] if shared else self._state["classes"].tolist()
-        rows: list[dict[str, int | float | str]] = []
-        for role, flows in (("class", names), ("background", ["background"])):
-            if f"{role}_epochs" in self._state:
-                numbers = zip(
-                    flows,
-                    self._state[f"{role}_epochs"].tolist(),
-                    self._state[f"{role}_start_loss"].tolist(),
-                    self._state[f"{role}_loss"].tolist(),
-                    strict=True,
-                )
-                rows += [{"flow": f, "epoch": e, "gaussian": g, "trained": t} for f, e, g, t in numbers]
-        return rows
+        rows = report_rows(self._state, "class", ["conditional"] if shared else labels)
+        return rows + (report_rows(self._state, "background", ["background"]) if self._relative else [])
 
     # -- options --------------------------------------------------------------------------------------------------
 
@@ -378,17 +311,9 @@ class FlowDetector(StatefulDetector):
         )
 
     def _training_options(self, *, progress: bool) -> TrainingOptions:
-        return TrainingOptions(
-            max_epochs=self.max_epochs,
-            batch_size=self.batch_size,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            validation_fraction=self.validation_fraction,
-            patience=self.patience,
-            seed=self.seed,
-            chunk=self.class_chunk,
-            progress=progress,
-        )
+        names = ("max_epochs", "batch_size", "lr", "weight_decay", "validation_fraction", "patience", "seed")
+        options = {name: getattr(self, name) for name in names}
+        return TrainingOptions(**options, chunk=self.class_chunk, progress=progress)
 
     @staticmethod
     def _for_all(options: TrainingOptions, samples: int) -> TrainingOptions:
@@ -401,8 +326,7 @@ class FlowDetector(StatefulDetector):
         self._training_options(progress=False)
         if self.sharing not in get_args(Sharing):
             raise ValueError(f"sharing must be 'per_class' or 'conditional', got {self.sharing!r}.")
-        if self.shrinkage != "oas" and (isinstance(self.shrinkage, str) or not 0.0 <= self.shrinkage <= 1.0):
-            raise ValueError(f"shrinkage must be a number in [0, 1] or 'oas', got {self.shrinkage!r}.")
+        check_shrinkage(self.shrinkage)
 
 
 class FlowLikelihood(FlowDetector):
@@ -410,6 +334,16 @@ class FlowLikelihood(FlowDetector):
 
     Without training (``max_epochs=0``) it ranks as :class:`rmd_plugin.Mahalanobis` does. Densities are those of the
     features (in nats, of their varying directions where features are linearly dependent).
+
+    Example:
+        >>> import torch
+        >>> from rmd_plugin import FlowLikelihood
+        >>> z, y = torch.randn(200, 2), torch.arange(200) % 2
+        >>> detector = FlowLikelihood(max_epochs=2, progress=False).fit_features(z, y)
+        >>> detector
+        <FlowLikelihood(max_epochs=2, progress=False) fitted: 2 classes, 2 features>
+        >>> [row["flow"] for row in detector.training_report()]
+        [0, 1]
     """
 
     _relative = False
@@ -435,12 +369,3 @@ class RelativeFlow(FlowDetector):
     """
 
     _relative = True
-
-
-def _named(role: str, fit: FlowFit) -> dict[str, Tensor]:
-    """Tensors of trained flows under the names that a detector's state gives them."""
-    return {f"{role}_flow.{name}": value for name, value in fit.params.items()} | {
-        f"{role}_epochs": fit.epochs,
-        f"{role}_start_loss": fit.start_loss,
-        f"{role}_loss": fit.loss,
-    }

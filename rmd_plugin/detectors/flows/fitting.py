@@ -6,15 +6,15 @@ result is that of training them one by one. A flow that has stopped leaves the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim.adamw import adamw
 from tqdm.auto import tqdm
 
+from rmd_plugin.detectors.flows.optimizer import StackedAdamW
 from rmd_plugin.detectors.flows.spec import FlowSpec, Parameters, stacked_log_prob
 
 #: a flow with fewer samples is not trained: half a dozen points say nothing about a shape
@@ -23,27 +23,18 @@ MIN_SAMPLES = 8
 _STACK_NUMBERS = 2**28
 #: numbers at the widest place of a pass without gradients
 _EVALUATION_NUMBERS = 2**22
-_BETAS = (0.9, 0.999)
-_EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How flows are trained.
+    """How flows are trained; see ``FlowDetector`` for what is not said here.
 
     Args:
-        max_epochs: passes over the training part; 0 leaves every flow at its start.
         batch_size: samples of one flow in one step, at most. The batches of an epoch have equal sizes (within one).
-        lr: learning rate of AdamW.
-        weight_decay: of AdamW, on weights, not on biases.
-        validation_fraction: part of each flow's samples that is held out to find its best epoch. With 0 the loss on
-            the training part takes its place, and nothing stops a flow before ``max_epochs``.
-        patience: epochs without a better validation loss after which a flow stops.
         warm_up: steps before which no flow is stopped. A flow's last layer is zero at the start, where the loss is
             flat: small classes, with few steps per epoch, would be stopped before they have left it.
         seed: of the start and of the batches. Flow s has the same ones, whatever other flows there are.
         chunk: flows that are trained together, None to derive it from the memory they need.
-        progress: show a progress bar.
     """
 
     max_epochs: int = 100
@@ -58,14 +49,8 @@ class TrainingOptions:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        for name, lowest in (
-            ("max_epochs", 0),
-            ("batch_size", 1),
-            ("patience", 1),
-            ("warm_up", 0),
-            ("seed", 0),
-            ("chunk", 1),
-        ):
+        lowest_values = {"max_epochs": 0, "batch_size": 1, "patience": 1, "warm_up": 0, "seed": 0, "chunk": 1}
+        for name, lowest in lowest_values.items():
             value = getattr(self, name)
             if name == "chunk" and value is None:
                 continue
@@ -111,15 +96,12 @@ def flow_generator(seed: int, flow: int) -> torch.Generator:
 
 
 def split_rows(rows: Tensor, fraction: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Training and validation part of a flow's samples.
+    """Training and validation part of a flow's samples; both are the whole for fraction 0.
 
     Args:
         rows: indices of the samples, shape (n,).
         fraction: share of the validation part; at least two samples where it is not 0.
         generator: source of the random choice.
-
-    Returns:
-        Indices of the training part and of the validation part. Both are the whole for fraction 0.
     """
     if fraction == 0:
         return rows, rows
@@ -200,8 +182,8 @@ class _Trainer:
         rows = flows.argsort(stable=True).split(torch.bincount(flows, minlength=count).tolist())
         start = self.spec.stack(1, self.options.seed)
         params = {name: value.to(self.samples).repeat_interleave(count, 0) for name, value in start.items()}
-        unknown = torch.full((count,), torch.nan)
-        fit = FlowFit(params, torch.zeros(count, dtype=torch.long), unknown, unknown.clone())
+        nan = torch.full((count,), torch.nan)
+        fit = FlowFit(params, torch.zeros(count, dtype=torch.long), start_loss=nan, loss=nan.clone())
         fit.skipped = [flow for flow in range(count) if len(rows[flow]) < MIN_SAMPLES]
         trained = [flow for flow in range(count) if len(rows[flow]) >= MIN_SAMPLES]
         if not trained or not self.options.max_epochs:
@@ -210,19 +192,12 @@ class _Trainer:
         trained.sort(key=lambda flow: -len(rows[flow]))
         chunk = self.options.chunk or self._chunk()
         parts = [trained[i : i + chunk] for i in range(0, len(trained), chunk)]
-        bar = tqdm(
-            total=len(parts) * self.options.max_epochs,
-            desc=title,
-            unit="epoch",
-            disable=not self.options.progress,
-            leave=False,
-        )
-        with bar:
+        epochs, hidden = self.options.max_epochs, not self.options.progress
+        with tqdm(total=len(parts) * epochs, desc=title, unit="epoch", disable=hidden, leave=False) as bar:
             try:
                 for number, part in enumerate(parts):
-                    stack = _Stack(self, fit, part, [rows[flow] for flow in part])
-                    stack.train(bar)
-                    bar.update((number + 1) * self.options.max_epochs - bar.n)
+                    _Stack(self, fit, part, [rows[flow] for flow in part]).train(bar)
+                    bar.update((number + 1) * epochs - bar.n)
             except KeyboardInterrupt:
                 fit.interrupted = True
         return fit
@@ -255,7 +230,7 @@ class _Stack:
         self.training, self.validation = ([part[i] for part in parts] for i in (0, 1))
         self.flows = torch.tensor(flows)
         self.params = {name: value[flows].clone() for name, value in fit.params.items()}
-        self.optimizer = _StackedAdamW(self.params, options)
+        self.optimizer = StackedAdamW(self.params, lr=options.lr, weight_decay=options.weight_decay)
         self.stale = torch.zeros(len(flows), dtype=torch.long)
         self.best = self.evaluate()
         fit.start_loss[self.flows] = fit.loss[self.flows] = self.best
@@ -314,8 +289,8 @@ class _Stack:
         total = torch.zeros(len(sizes), dtype=torch.float64)
         for start in range(0, rows.shape[1], width):
             part = rows[:, start : start + width]
-            known = torch.arange(start, start + part.shape[1]) < sizes[:, None]
-            total += torch.where(known, self.trainer.loss(self.params, part).cpu(), 0.0).sum(1)
+            real = torch.arange(start, start + part.shape[1]) < sizes[:, None]  # the others are padding
+            total += torch.where(real, self.trainer.loss(self.params, part).cpu(), 0.0).sum(1)
         return (total / sizes).float()
 
     def _commit(self, better: Tensor, loss: Tensor, epoch: int) -> None:
@@ -346,63 +321,6 @@ class _Stack:
             [values[i] for i in kept] for values in (self.generators, self.training, self.validation)
         )
         self.params = self.optimizer.keep(rows)
-
-
-class _StackedAdamW:
-    """AdamW over stacked parameters, equal to one AdamW per flow.
-
-    Flows with the same number of batches per epoch have taken the same number of steps, and lie next to each other:
-    each such run is one call of torch's AdamW on views of the stack.
-    """
-
-    def __init__(self, params: Parameters, options: TrainingOptions) -> None:
-        self.params, self.options = params, options
-        self.means = {name: torch.zeros_like(value) for name, value in params.items()}
-        self.squares = {name: torch.zeros_like(value) for name, value in params.items()}
-        self.taken = [0] * len(next(iter(params.values())))
-
-    def step(self, gradients: Parameters) -> None:
-        """Move the first flows of the stack, as many as there are gradients."""
-        active = len(next(iter(gradients.values())))
-        start = 0
-        while start < active:
-            stop = start + 1
-            while stop < active and self.taken[stop] == self.taken[start]:
-                stop += 1
-            run = slice(start, stop)
-            self._update(gradients, run, lambda value: value.ndim > 2, self.options.weight_decay)
-            self._update(gradients, run, lambda value: value.ndim == 2, 0.0)
-            self.taken[run] = [self.taken[start] + 1] * (stop - start)
-            start = stop
-
-    def _update(self, gradients: Parameters, run: slice, chosen: Callable[[Tensor], bool], decay: float) -> None:
-        names = [name for name, value in self.params.items() if chosen(value)]
-        device = gradients[names[0]].device
-        adamw(
-            [self.params[name][run] for name in names],
-            [gradients[name][run] for name in names],
-            [self.means[name][run] for name in names],
-            [self.squares[name][run] for name in names],
-            [],
-            # one tensor per parameter: torch counts each of them up itself
-            list(torch.full((len(names),), float(self.taken[run.start]), device=device).unbind()),
-            fused=device.type in ("cpu", "cuda"),
-            amsgrad=False,
-            beta1=_BETAS[0],
-            beta2=_BETAS[1],
-            lr=self.options.lr,
-            weight_decay=decay,
-            eps=_EPSILON,
-            maximize=False,
-        )
-
-    def keep(self, rows: Tensor) -> Parameters:
-        """Drop all flows but ``rows``; the new stacked parameters."""
-        self.taken = [self.taken[i] for i in rows.tolist()]
-        for values in (self.params, self.means, self.squares):
-            for name, value in values.items():
-                values[name] = value[rows.to(value.device)]
-        return self.params
 
 
 def _mean(losses: Tensor) -> str:

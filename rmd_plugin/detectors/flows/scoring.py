@@ -149,17 +149,12 @@ class FlowBank(nn.Module):
         )
         self.chunk = max(1, _PASS_NUMBERS // (PASS_SAMPLES * spec.features * spec.outputs))
 
-    @property
-    def num_classes(self) -> int:
-        """Number of classes K."""
-        return self.centers.shape[0]
-
     def forward(self, u: Tensor) -> Tensor:
         """Log-density of every class, shape (B, K), at whitened features of shape (B, D)."""
         columns = u.t().contiguous()
         parts = [
             self._log_prob(columns, slice(start, start + self.chunk))
-            for start in range(0, self.num_classes, self.chunk)
+            for start in range(0, len(self.centers), self.chunk)
         ]
         return torch.cat(parts).t()
 
@@ -235,7 +230,8 @@ class _FoldedNetwork(nn.Module):
         for block in range(self.num_blocks):
             inner = self._linear(f"block_{block}_0", F.relu(hidden), part)
             hidden = hidden + self._linear(f"block_{block}_1", F.relu(inner), part)
-        return self._linear("final", hidden, part).unflatten(1, (self.outputs, -1)).movedim(1, 0)
+        outputs: Tensor = self._linear("final", hidden, part).unflatten(1, (self.outputs, -1))
+        return outputs.movedim(1, 0)
 
 
 def _context(own: Parameters, name: str) -> Tensor:

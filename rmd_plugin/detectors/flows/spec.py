@@ -10,8 +10,8 @@ Tensors inside run *features first*, ``(flows, features, samples)``: each produc
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from nflows.distributions import StandardNormal
@@ -26,6 +26,7 @@ from nflows.transforms import (
 from nflows.transforms.made import MADE
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Self
 
 Kind = Literal["maf", "rqs"]
 Parameters = dict[str, Tensor]
@@ -44,7 +45,7 @@ def _inverse_softplus(value: float) -> float:
 
 @dataclass(frozen=True)
 class FlowSpec:
-    """The shape of a flow: what has to be known to read its parameters.
+    """The shape of a flow: what it takes to read its parameters.
 
     Args:
         features: number of features D.
@@ -78,6 +79,14 @@ class FlowSpec:
         if not self.tail_bound > 0:
             raise ValueError(f"tail_bound must be positive, got {self.tail_bound!r}.")
 
+    @classmethod
+    def of(cls, params: Parameters, **options: Any) -> Self:
+        """Shape of stacked parameters; what their sizes do not tell (blocks, transforms, splines) is given."""
+        net = "_transform._transforms.0.autoregressive_net."
+        hidden, features = params[f"{net}initial_layer.weight"].shape[1:]
+        context = params.get(f"{net}context_layer.weight")
+        return cls(features, hidden, contexts=0 if context is None else context.shape[2], **options)
+
     @property
     def outputs(self) -> int:
         """Numbers that the network gives for each feature: scale and shift, or the shape of a spline."""
@@ -90,10 +99,7 @@ class FlowSpec:
     def build(self, seed: int = 0) -> Flow:
         """A plain nflows flow of this shape that starts as the identity: its density is the standard normal.
 
-        The global random state is left as it was.
-
-        Args:
-            seed: of the hidden layers' random start.
+        The seed is that of the hidden layers' random start; the global random state is left as it was.
         """
         with torch.random.fork_rng(devices=[]):
             # not torch.manual_seed, which would also seed the accelerators
@@ -160,10 +166,6 @@ class FlowSpec:
         flow = self.build()
         flow.load_state_dict({name: value[index] for name, value in params.items()}, strict=False)
         return flow.to(next(iter(params.values())).device)
-
-    def state(self) -> dict[str, int | float | str]:
-        """Plain numbers and strings from which `FlowSpec` can be made again."""
-        return asdict(self)
 
 
 def _spread_degrees(made: MADE, features: int) -> None:
