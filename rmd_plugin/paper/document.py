@@ -22,31 +22,17 @@ from rmd_plugin.report.table import Cell, Column, Table, to_markdown
 
 @dataclass
 class StudySummary:
-    """One finished study on disk: what the document is made of.
-
-    Attributes:
-        study: its name.
-        about: which part of the paper it belongs to.
-        scale: ``small`` or ``paper``.
-        comparisons: the paper's numbers beside ours.
-        notes: remarks.
-        figures: file names of its pictures, without suffix, with a caption each.
-        seconds: how long it took, cells that were found ready not counted.
-        commands: how a line that was not run here can be run.
-        command: how this was made.
-        versions: of python and the packages, and the commit.
-        machine: on what it ran.
-    """
+    """One finished study on disk: what the document is made of."""
 
     study: str
-    about: str
+    about: str  #: which part of the paper it belongs to
     scale: str
     comparisons: list[PaperNumber] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    figures: dict[str, str] = field(default_factory=dict)
-    seconds: float = math.nan
-    commands: dict[str, str] = field(default_factory=dict)
-    command: str = ""
+    figures: dict[str, str] = field(default_factory=dict)  #: file names of its pictures, without suffix -> caption
+    seconds: float = math.nan  #: how long it took, runs that were found ready not counted
+    commands: dict[str, str] = field(default_factory=dict)  #: how each line is run at the paper's scale
+    command: str = ""  #: how this was made
     versions: dict[str, Any] = field(default_factory=dict)
     machine: str = ""
 

@@ -97,12 +97,7 @@ def _stem(text: str) -> str:
 
 
 def simulation_figure(arrays: Arrays, areas: Mapping[str, float]) -> Figure:
-    """Figure 5: the two kinds of coordinate, MD and RMD, each as a histogram of ID and OOD samples.
-
-    Args:
-        arrays: ``x1``, ``rest``, ``mahalanobis`` and ``rmd``, each with ``/id`` and ``/ood``.
-        areas: mean AUROC of the two detectors, for their headings.
-    """
+    """Figure 5: the two kinds of coordinate, MD and RMD, each as a histogram of ID and OOD samples."""
     panels = [
         ("x1", "The one coordinate that tells classes apart", "x₁"),
         ("rest", "The other coordinates, shared by all", "xᵢ, i > 1"),
@@ -118,12 +113,7 @@ def simulation_figure(arrays: Arrays, areas: Mapping[str, float]) -> Figure:
 
 
 def network_figure(arrays: Arrays, activations: Sequence[str]) -> Figure:
-    """MD and RMD on the hidden units of one-layer networks, one line of panels for each activation.
-
-    Args:
-        arrays: ``ACTIVATION/DETECTOR/id`` and ``.../ood``.
-        activations: which to draw.
-    """
+    """MD and RMD on the hidden units of one-layer networks, one line of panels for each activation."""
     with house_style():
         figure = new_figure((10.0, 3.4 * len(activations)))
         grid = figure.subplots(len(activations), 2, squeeze=False)
@@ -136,11 +126,7 @@ def network_figure(arrays: Arrays, activations: Sequence[str]) -> Figure:
 
 
 def sweep_figure(arrays: Arrays) -> Figure:
-    """Where MD breaks: AUROC over the number of dimensions and over sigma, mean and range over seeds.
-
-    Args:
-        arrays: ``sweep_dim/...`` and ``sweep_sigma/...`` as the simulation study gives them.
-    """
+    """Where MD breaks: AUROC over the number of dimensions and over sigma, mean and range over seeds."""
     with house_style():
         figure = new_figure(SLIDE)
         both = figure.subplots(1, 2, sharey=True)
@@ -169,14 +155,7 @@ def sweep_figure(arrays: Arrays) -> Figure:
 
 
 def spectrum_figure(arrays: Arrays, title: str, areas: Mapping[str, float], *, order: str) -> Figure:
-    """Figure 1: MD and RMD along every direction (mean and [10 %, 90 %] band), and the histograms of both.
-
-    Args:
-        arrays: as :func:`rmd_plugin.paper.spectrum.analyse` gives them.
-        title: heading.
-        areas: AUROC of MD and RMD.
-        order: what the directions are ordered by.
-    """
+    """Figure 1: MD and RMD along every direction (mean and [10 %, 90 %] band), and the histograms of both."""
     threshold, count = int(arrays["threshold"]), len(arrays["rmd/id/mean"])
     x, wide = np.arange(1, count + 1), count > 100
     with house_style():
@@ -222,12 +201,7 @@ def _clipped(arrays: Arrays, name: str) -> tuple[float, float]:
 
 
 def partial_figure(arrays: Arrays, title: str) -> Figure:
-    """Appendix C: AUROC of PMD over d, largest and smallest directions, with the lines of RMD, MD and MMD.
-
-    Args:
-        arrays: ``largest`` and ``smallest``, and the AUROC ``rmd``, ``mahalanobis`` and ``marginal``.
-        title: heading.
-    """
+    """Appendix C: AUROC of PMD over d, largest and smallest directions, with the lines of RMD, MD and MMD."""
     largest, smallest = 100 * arrays["largest"], 100 * arrays["smallest"]
     lines = {name: 100 * float(arrays[name]) for name in ("rmd", "mahalanobis", "marginal")}
     peak = int(largest.argmax())
@@ -259,11 +233,7 @@ def partial_figure(arrays: Arrays, title: str) -> Figure:
 
 
 def robustness_figure(trainings: Mapping[str, Arrays]) -> Figure:
-    """Figure 3: accuracies above, AUROC of every detector below, over the training steps; a column for each training.
-
-    Args:
-        trainings: label -> ``accuracy`` (3, C): step, training and held-out accuracy; ``DETECTOR`` (2, C).
-    """
+    """Figure 3: accuracies above, AUROC of every detector below, over the steps; a column for each training."""
     with house_style():
         figure = new_figure((6.4 * len(trainings), 7.2))
         grid = figure.subplots(2, len(trainings), squeeze=False, sharex="col", height_ratios=(1, 1.5))
@@ -291,13 +261,7 @@ def robustness_figure(trainings: Mapping[str, Arrays]) -> Figure:
 
 
 def paired_figure(numbers: Sequence[PaperNumber], names: Mapping[str, str], title: str) -> Figure:
-    """The paper's numbers and ours on one scale: hollow for the paper, filled for ours, a line for each setting.
-
-    Args:
-        numbers: only those whose metric is in ``names`` are drawn.
-        names: metric -> detector.
-        title: heading.
-    """
+    """The paper's numbers and ours on one scale: hollow for the paper, filled for ours, a line for each setting."""
     chosen = [item for item in numbers if item.metric in names]
     lines = list(dict.fromkeys(item.what for item in chosen))
     detectors = list(dict.fromkeys(names[item.metric] for item in chosen))

@@ -161,7 +161,7 @@ class Reproduction:
             raise ValueError(f"study {study}: none of its cells could be run. {reasons}")
         features = [item.features for item in runs]
         if study == "robustness":
-            result = robustness.run([item.curves for item in runs if item.curves is not None])
+            result = robustness.run([item for item in runs if item.history])
         elif study == "flows":
             result = flows.run(features, {str(key): value for key, value in self.config.flows.items()})
         else:

@@ -54,13 +54,17 @@ class PaperNumber:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Setting:
-    """What was run: one benchmark, backbone and near-OOD set.
+class FeatureSet:
+    """Features of one benchmark, backbone and OOD set, and what was run to get them.
 
     Attributes:
         benchmark: name of the benchmark.
         backbone: name of the backbone.
         ood_name: name of the OOD set.
+        train: training features, shape (N, D).
+        train_labels: their classes, shape (N,).
+        test: features of the in-distribution test set, shape (M, D).
+        ood: features of the OOD set, shape (L, D).
         distance: ``near``, ``far`` or empty.
         seed: seed of data and training.
         setting: what was run, in a few words.
@@ -70,10 +74,24 @@ class Setting:
     benchmark: str
     backbone: str
     ood_name: str
+    train: Tensor
+    train_labels: Tensor
+    test: Tensor
+    ood: Tensor
     distance: Distance = "near"
     seed: int = 0
     setting: str = ""
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        shapes = {name: tuple(getattr(self, name).shape) for name in ("train", "test", "ood")}
+        if any(len(shape) != 2 for shape in shapes.values()) or len({shape[1] for shape in shapes.values()}) != 1:
+            raise ValueError(f"train, test and ood must have shape (N, D) with one D, got {shapes}.")
+        if self.train_labels.shape != (len(self.train),):
+            raise ValueError(
+                f"train_labels must have shape ({len(self.train)},), one per row of train, "
+                f"got {tuple(self.train_labels.shape)}."
+            )
 
     @property
     def label(self) -> str:
@@ -89,33 +107,6 @@ class Setting:
         """A number of this setting beside the paper's."""
         return PaperNumber(self.label, metric, paper, ours, setting=self.setting or self.label, reason=self.reason)
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FeatureSet(Setting):
-    """Features of one benchmark with one OOD set.
-
-    Attributes:
-        train: training features, shape (N, D).
-        train_labels: their classes, shape (N,).
-        test: features of the in-distribution test set, shape (M, D).
-        ood: features of the OOD set, shape (L, D).
-    """
-
-    train: Tensor
-    train_labels: Tensor
-    test: Tensor
-    ood: Tensor
-
-    def __post_init__(self) -> None:
-        shapes = {name: tuple(getattr(self, name).shape) for name in ("train", "test", "ood")}
-        if any(len(shape) != 2 for shape in shapes.values()) or len({shape[1] for shape in shapes.values()}) != 1:
-            raise ValueError(f"train, test and ood must have shape (N, D) with one D, got {shapes}.")
-        if self.train_labels.shape != (len(self.train),):
-            raise ValueError(
-                f"train_labels must have shape ({len(self.train)},), one per row of train, "
-                f"got {tuple(self.train_labels.shape)}."
-            )
-
     def moments(self) -> Moments:
         """Moments of the training features, which all Gaussian detectors are fitted on."""
         metric = Mahalanobis().new_moments(sync_on_compute=False)
@@ -128,19 +119,6 @@ class FeatureSet(Setting):
         return auroc(*scores), {"id": scores[0].astype(np.float32), "ood": scores[1].astype(np.float32)}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TrainingCurves(Setting):
-    """What was seen while one network trained.
-
-    Attributes:
-        history: ``OODMonitor.history``: one row for each check, detector, OOD set and metric.
-        accuracies: step, training accuracy and held-out accuracy at each check.
-    """
-
-    history: Sequence[Mapping[str, Any]]
-    accuracies: Sequence[tuple[int, float, float]] = ()
-
-
 @dataclass(frozen=True, eq=False)
 class FinishedRun:
     """A finished run of an experiment, as the studies need it.
@@ -149,13 +127,15 @@ class FinishedRun:
         line: benchmark and backbone of the paper's table that it stands beside; empty texts if none.
         rows: MD, RMD and, where there is a classifier, MSP on every OOD set, and the accuracy.
         features: features with the first near-OOD set.
-        curves: what was seen while it trained, None if it was not trained.
+        history: ``OODMonitor.history``: one row for each check, detector, OOD set and metric; empty if not trained.
+        accuracies: step, training accuracy and held-out accuracy at each check.
     """
 
     line: tuple[str, str]
     rows: Sequence[Row]
     features: FeatureSet
-    curves: TrainingCurves | None = None
+    history: Sequence[Mapping[str, Any]] = ()
+    accuracies: Sequence[tuple[int, float, float]] = ()
 
 
 @dataclass
@@ -176,10 +156,10 @@ class StudyResult:
     arrays: Arrays = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, setting: Setting, rows: Sequence[Row], arrays: Arrays) -> None:
+    def add(self, features: FeatureSet, rows: Sequence[Row], arrays: Arrays) -> None:
         """Take over what was found about one setting, its arrays as ``LABEL//NAME``."""
         self.rows += rows
-        self.arrays |= under(f"{setting.label}/", arrays)
+        self.arrays |= under(f"{features.label}/", arrays)
 
 
 def under(name: str, arrays: Arrays) -> Arrays:

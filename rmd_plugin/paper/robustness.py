@@ -9,50 +9,51 @@ import numpy as np
 
 from rmd_plugin.compare.rows import ACCURACY, AUROC, Row
 from rmd_plugin.paper.published import TEXT
-from rmd_plugin.paper.result import PaperNumber, StudyResult, TrainingCurves
+from rmd_plugin.paper.result import FinishedRun, PaperNumber, StudyResult
 from rmd_plugin.report.names import label
 
 #: detector -> steps and AUROC, shape (2, C)
 Curves = dict[str, np.ndarray]
 
 
-def auroc_curves(item: TrainingCurves) -> Curves:
+def auroc_curves(training: FinishedRun) -> Curves:
     """Steps and AUROC of every detector at every check while fitting, each of shape (2, C)."""
     points: dict[str, dict[int, float]] = {}
-    for row in item.history:
-        if row["ood"] == item.ood_name and row["metric"] == AUROC and row.get("stage", "fit") == "fit":
+    for row in training.history:
+        if row["ood"] == training.features.ood_name and row["metric"] == AUROC and row.get("stage", "fit") == "fit":
             points.setdefault(str(row["detector"]), {})[int(row["step"])] = float(row["value"])
     return {name: np.array([list(found), list(found.values())], dtype=float) for name, found in points.items()}
 
 
-def run(trainings: Sequence[TrainingCurves]) -> StudyResult:
+def run(trainings: Sequence[FinishedRun]) -> StudyResult:
     """Figure 3 from training histories.
 
     Returns:
         One row for each check and detector, with the step in its remark, and arrays for the figure.
     """
     result = StudyResult("robustness")
-    for item in trainings:
-        curves = auroc_curves(item)
+    for training in trainings:
+        curves, item = auroc_curves(training), training.features
         arrays = dict(curves)
         rows = [
             item.row(detector, value, reason=f"step {step:.0f}")
             for detector, curve in curves.items()
             for step, value in curve.T
         ]
-        if item.accuracies:
-            arrays["accuracy"] = np.array(item.accuracies, dtype=float).T
+        if training.accuracies:
+            arrays["accuracy"] = np.array(training.accuracies, dtype=float).T
             rows += [
                 Row(item.benchmark, "", item.backbone, "", item.seed, ACCURACY, held_out, reason=f"step {step}")
-                for step, _, held_out in item.accuracies
+                for step, _, held_out in training.accuracies
             ]
         result.add(item, rows, arrays)
-        result.comparisons += _compare(item, curves)
+        result.comparisons += _compare(training, curves)
     return result
 
 
-def _compare(item: TrainingCurves, curves: Curves) -> list[PaperNumber]:
+def _compare(training: FinishedRun, curves: Curves) -> list[PaperNumber]:
     """The best and the last AUROC of every detector, and the accuracies at the best of MD and at the end."""
+    item = training.features
     paper = TEXT if item.benchmark.startswith("genomics") else {}
     found = []
 
@@ -63,9 +64,9 @@ def _compare(item: TrainingCurves, curves: Curves) -> list[PaperNumber]:
         md = detector == "mahalanobis"
         add(f"best AUROC of {label(detector)} while training", np.nanmax(values), "md_early" if md else "")
         add(f"AUROC of {label(detector)} at the end", values[-1], "md_end" if md else "")
-    if item.accuracies and "mahalanobis" in curves:
+    if training.accuracies and "mahalanobis" in curves:
         steps, values = curves["mahalanobis"]
-        accuracy = {step: (train, held_out) for step, train, held_out in item.accuracies}
+        accuracy = {step: (train, held_out) for step, train, held_out in training.accuracies}
         best = int(steps[np.nanargmax(values)])
         for when, step, key in (("at the best AUROC of MD", best, "early"), ("at the end", max(accuracy), "end")):
             if step in accuracy:

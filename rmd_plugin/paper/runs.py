@@ -25,7 +25,7 @@ from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.compare.extraction import TEST, TRAIN
 from rmd_plugin.compare.rows import ACCURACY, Distance, Row
 from rmd_plugin.paper.accuracy import read_accuracies
-from rmd_plugin.paper.result import FeatureSet, FinishedRun, TrainingCurves
+from rmd_plugin.paper.result import FeatureSet, FinishedRun
 from rmd_plugin.paper.studies import cell_name, folder, reproduce_command
 from rmd_plugin.report.run_folder import RunFolder
 
@@ -91,37 +91,28 @@ def finish(experiment: str, cfg: DictConfig, config: DictConfig) -> FinishedRun:
         if not (place.path / "checkpoints").is_dir():
             raise
         raise CheckpointError(f"{error} Delete {place.path} to run it again.") from error
-    rows, history = place.read_rows(), place.read_history()
+    rows = place.read_rows()
     ood, distance = next((name, distance) for name, distance in extractor.distance.items() if distance == "near")
     fit = extractor.features(TRAIN)
-    about: dict[str, Any] = {
-        "benchmark": str(cfg.names.benchmark),
-        "backbone": str(cfg.names.backbone),
-        "ood_name": ood,
-        "distance": cast(Distance, distance),
-        "seed": int(cfg.seed),
-        "setting": describe(cfg, tuple(fit.features.shape), rows),
-        "reason": str(cfg.paper.reason),
-    }
     features = FeatureSet(
-        **about,
+        benchmark=str(cfg.names.benchmark),
+        backbone=str(cfg.names.backbone),
+        ood_name=ood,
         train=fit.features,
         train_labels=fit.labels,
         test=extractor.features(TEST).features,
         ood=extractor.features(ood).features,
+        distance=cast(Distance, distance),
+        seed=int(cfg.seed),
+        setting=describe(cfg, tuple(fit.features.shape), rows),
+        reason=str(cfg.paper.reason),
     )
-    curves = TrainingCurves(**about, history=history, accuracies=read_accuracies(place.path)) if history else None
-    return FinishedRun((str(cfg.paper.benchmark), str(cfg.paper.backbone)), rows, features, curves)
+    line = str(cfg.paper.benchmark), str(cfg.paper.backbone)
+    return FinishedRun(line, rows, features, place.read_history(), read_accuracies(place.path))
 
 
 def describe(cfg: DictConfig, shape: tuple[int, ...], rows: Sequence[Row]) -> str:
-    """What was run, in a few words: backbone, data, training, accuracy.
-
-    Args:
-        cfg: the config of the run.
-        shape: of its training features, (N, D).
-        rows: its rows.
-    """
+    """What was run, in a few words: backbone, data (training features of shape (N, D)), training, accuracy."""
     name = str(cfg.names.backbone)
     if cfg.backbone.get("name"):
         name = f"{name} ({cfg.backbone.name})"

@@ -47,8 +47,11 @@ def _beside(published: TableRow, item: FinishedRun) -> list[PaperNumber]:
     accuracy = [row.value for row in item.rows if row.metric == ACCURACY and row.ok]
     if accuracy and "msp" in published.auroc:
         ours["accuracy"] = math.nan, accuracy[0]
-    about = {"setting": item.features.setting, "reason": item.features.reason}
-    return [PaperNumber(what, metric, paper, 100 * value, **about) for metric, (paper, value) in ours.items()]
+    setting, reason = item.features.setting, item.features.reason
+    return [
+        PaperNumber(what, metric, paper, 100 * value, setting=setting, reason=reason)
+        for metric, (paper, value) in ours.items()
+    ]
 
 
 def near_auroc(rows: Sequence[Row], detector: str) -> float:

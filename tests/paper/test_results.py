@@ -12,7 +12,7 @@ from rmd_plugin.paper import flows, partial, robustness, simulation, spectrum, t
 from rmd_plugin.paper.document import StudySummary, comparison_table, reproduction_document, write_document
 from rmd_plugin.paper.figures import make_figures
 from rmd_plugin.paper.published import CIFAR10, CIFAR100, GENOMICS, TABLES, TEXT
-from rmd_plugin.paper.result import FinishedRun, PaperNumber, TrainingCurves
+from rmd_plugin.paper.result import FinishedRun, PaperNumber
 from rmd_plugin.paper.studies import SimulationOptions
 from rmd_plugin.report.style import save_figure
 from rmd_plugin.report.table import to_markdown
@@ -62,7 +62,7 @@ def test_a_detector_without_a_number_is_not_run():
 # -- robustness -------------------------------------------------------------------------------------------------------
 
 
-def make_curves(benchmark: str = "genomics") -> TrainingCurves:
+def make_curves(benchmark: str = "genomics") -> FinishedRun:
     areas = {"mahalanobis": [0.6, 0.66, 0.53], "rmd": [0.61, 0.68, 0.69], "msp": [0.6, 0.65, 0.66]}
     history = [
         {"stage": "fit", "epoch": 0, "step": 10 * (i + 1), "detector": d, "ood": o, "metric": m, "value": v}
@@ -71,8 +71,8 @@ def make_curves(benchmark: str = "genomics") -> TrainingCurves:
         for o, m, v in (("near", "AUROC", value), ("near", "FPR95TPR", 0.3), ("mean", "AUROC", 0.1))
     ]
     accuracies = [(10, 0.7, 0.65), (20, 0.88, 0.82), (30, 0.99, 0.85)]
-    about = {"benchmark": benchmark, "backbone": "cnn", "ood_name": "near"}
-    return TrainingCurves(**about, history=history, accuracies=accuracies)
+    features = replace(make_features(), benchmark=benchmark, backbone="cnn", ood_name="near")
+    return FinishedRun(("", ""), [], features, history, accuracies)
 
 
 def test_curves_are_the_auroc_of_one_set_over_the_steps():
