@@ -39,7 +39,10 @@ def make_benchmark(cfg: DictConfig) -> OODBenchmark:
     wanted = getattr(get_class(cfg.backbone._target_), "encoding", None)
     if wanted is not None and "encoding" in node:
         node = OmegaConf.merge(node, {"encoding": wanted})
-    return as_benchmark(build(node), seed=cfg.seed)
+    try:
+        return as_benchmark(build(node), seed=cfg.seed)
+    except TypeError as error:
+        raise ValueError(f"benchmark={cfg.names.benchmark}: {error}") from error
 
 
 def make_backbone(cfg: DictConfig, benchmark: OODBenchmark, *, num_classes: int | None = None) -> Backbone:

@@ -3,6 +3,7 @@
 The names are resolved on first use, so importing this package does not import torch.
 """
 
+# ruff: noqa: F401
 from typing import TYPE_CHECKING
 
 from rmd_plugin.lazy import lazy_names
@@ -19,29 +20,21 @@ _EXPORTS = {
     "DownloadError": "errors",
     "Features": "features",
     "Genomics": "genomics",
+    "ImageRows": "sources",
     "OODBenchmark": "base",
+    "OODSet": "splits",
+    "Parts": "splits",
     "Simulation": "simulation",
-    "Split": "base",
+    "Split": "splits",
+    "TensorRows": "sources",
+    "Texts": "sources",
+    "as_benchmark": "base",
 }
 
-__all__ = [
-    "CLINC150",
-    "CIFAR10vsCIFAR100",
-    "CIFAR100vsCIFAR10",
-    "ChecksumError",
-    "DataFormatError",
-    "DataNotFoundError",
-    "Digits",
-    "DownloadError",
-    "Features",
-    "Genomics",
-    "OODBenchmark",
-    "Simulation",
-    "Split",
-]
+__all__ = [*_EXPORTS]
 
 if TYPE_CHECKING:
-    from .base import OODBenchmark, Split
+    from .base import OODBenchmark, as_benchmark
     from .cifar import CIFAR10vsCIFAR100, CIFAR100vsCIFAR10
     from .clinc import CLINC150
     from .digits import Digits
@@ -49,5 +42,7 @@ if TYPE_CHECKING:
     from .features import Features
     from .genomics import Genomics
     from .simulation import Simulation
+    from .sources import ImageRows, TensorRows, Texts
+    from .splits import OODSet, Parts, Split
 
 __getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

@@ -1,109 +1,37 @@
-"""The shape every benchmark here shares: splits of raw items, near and far OOD sets, a fingerprint of the data."""
+"""What every benchmark shares: ID and OOD splits, limits, the framework's contract, a fingerprint of the data."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from pytorch_ood.benchmark import Benchmark
-from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from .sources import Source
-from .splits import balanced_subset, stratified_split, stream
-
-Transform = Callable[..., object]
-Distance = Literal["near", "far"]
-Modality = Literal["image", "text", "genomics", "features"]
+from .sources import DatasetItems
+from .splits import (
+    FINGERPRINT_VERSION,
+    Distance,
+    OODSet,
+    Parts,
+    Split,
+    Transform,
+    balanced_subset,
+    stratified_split,
+    stream,
+)
 
 OOD_LABEL = -1
-_FINGERPRINT_VERSION = "rmd-benchmark-1"
 
 
-class Split(Dataset[tuple[object, int]]):
-    """Labelled raw items behind a transform.
-
-    Args:
-        source: store of raw items.
-        labels: label of each item of this split, shape (N,); negative for OOD.
-        indices: which items of the source belong to this split, shape (N,).
-        transform: applied to the raw item; None leaves it as it is.
-
-    Attributes:
-        labels: labels of shape (N,), int64.
-    """
-
-    def __init__(
-        self, source: Source, labels: np.ndarray, indices: np.ndarray | None = None, transform: Transform | None = None
-    ) -> None:
-        self.source = source
-        self.indices = np.arange(len(source)) if indices is None else indices
-        if len(labels) != len(self.indices):
-            raise ValueError(f"{len(labels)} labels for {len(self.indices)} items")
-        self.labels: Tensor = torch.from_numpy(np.array(labels, dtype=np.int64))
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> tuple[object, int]:
-        item = self.raw(index)
-        return (item if self.transform is None else self.transform(item)), int(self.labels[index])
-
-    def raw(self, index: int) -> object:
-        """Item as the source holds it, before the transform."""
-        return self.source[int(self.indices[index])]
-
-    def with_transform(self, transform: Transform | None) -> "Split":
-        """The same items and labels behind another transform."""
-        return Split(self.source, self.labels.numpy(), self.indices, transform)
-
-    def digest(self) -> str:
-        """Hexadecimal hash of the raw items and the labels, in order. The transform does not count."""
-        content = hashlib.sha256(_FINGERPRINT_VERSION.encode())
-        self.source.feed(self.indices, content)
-        content.update(self.labels.numpy().astype("<i8").tobytes())
-        return content.hexdigest()
-
-
-@dataclass
-class Pool:
-    """All samples that a split is drawn from.
-
-    Attributes:
-        source: raw items.
-        labels: class of each, shape (N,). For OOD data these are the classes of their own source, used only to
-            draw balanced subsets.
-        indices: which items of the source; None means all.
-    """
-
-    source: Source
-    labels: np.ndarray
-    indices: np.ndarray | None = None
-
-    def subset(self, chosen: np.ndarray) -> "Pool":
-        """The samples at positions ``chosen``, shape (M,)."""
-        indices = np.arange(len(self.source)) if self.indices is None else self.indices
-        return Pool(self.source, self.labels[chosen], indices[chosen])
-
-
-@dataclass
-class OODPool:
-    """An OOD test set: its name, how far it is from the training data, and its samples."""
-
-    name: str
-    distance: Distance
-    pool: Pool = field(repr=False)
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class OODBenchmark(Benchmark):
-    """Base of this package's benchmarks.
+    """Base of this package's benchmarks, and of one's own (see :func:`as_benchmark`).
 
-    Data items are ``(x, label)``: labels ``0..K-1`` in-distribution, ``-1`` out-of-distribution. Subclasses load
-    their data in ``__init__`` and hand it to :meth:`_assemble`.
+    Items are ``(x, label)``: labels ``0..K-1`` in-distribution, ``-1`` out-of-distribution. A subclass is a data
+    class: its fields are its options, ``name`` is its name, and :meth:`load` returns its data.
 
     Args:
         data_dir: folder of the data sets; None reads the environment variable ``RMD_DATA_DIR``. Benchmarks that
@@ -116,88 +44,73 @@ class OODBenchmark(Benchmark):
 
     Attributes:
         name: name of the benchmark, as in ``benchmark=NAME``.
-        modality: kind of raw item: PIL image or tensor (image), str (text), LongTensor (genomics), float tensor
-            (features).
-        class_names: names of the K classes.
+        num_classes: number K of ID classes.
+        class_names: names of the K classes, or None.
         ood_names: names of the OOD sets, in the order of :meth:`test_sets`.
-        distance: OOD set -> ``"near"`` or ``"far"``.
+        distance: OOD set -> ``"near"``, ``"far"`` or, where nobody says, an empty text.
+        test_in: the ID test set.
+        test_oods: the OOD test sets, in the order of ``ood_names``.
     """
 
-    name: str
-    modality: ClassVar[Modality]
+    name: ClassVar[str]
 
-    def __init__(
-        self,
-        *,
-        data_dir: str | Path | None = None,
-        train_transform: Transform | None = None,
-        test_transform: Transform | None = None,
-        limit_train: int | None = None,
-        limit_test: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        for option, limit in (("limit_train", limit_train), ("limit_test", limit_test)):
+    data_dir: str | Path | None = None
+    train_transform: Transform | None = None
+    test_transform: Transform | None = None
+    limit_train: int | None = None
+    limit_test: int | None = None
+    seed: int = 0
+
+    num_classes: int = field(init=False)
+    class_names: list[str] | None = field(init=False)
+    ood_names: list[str] = field(init=False)
+    distance: dict[str, Distance] = field(init=False)
+    test_in: Split = field(init=False)
+    test_oods: list[Split] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for option, limit in (("limit_train", self.limit_train), ("limit_test", self.limit_test)):
             if limit is not None and limit < 1:
                 raise ValueError(f"{option} must be at least 1, or None for no limit; got {limit}")
-        self.data_dir = data_dir
-        self.limit_train = limit_train
-        self.limit_test = limit_test
-        self.seed = seed
-        self.train_transform = train_transform if train_transform is not None else self.default_transform()
-        self.test_transform = test_transform if test_transform is not None else self.default_transform()
-        self.class_names: list[str] = []
-        self.ood_names: list[str] = []
-        self.distance: dict[str, Distance] = {}
+        if self.train_transform is None:
+            self.train_transform = self.default_transform()
+        if self.test_transform is None:
+            self.test_transform = self.default_transform()
         self._digests: dict[str, str] = {}
+
+        parts = self.load()
+        train, val = parts.train, parts.val
+        if val is None:
+            held_out, rest = stratified_split(
+                train.labels.numpy(), [parts.val_fraction], stream(self.seed, "validation")
+            )
+            train, val = train.subset(rest), train.subset(held_out)
+        self.class_names = None if parts.class_names is None else list(parts.class_names)
+        self.num_classes = int(train.labels.max()) + 1 if self.class_names is None else len(self.class_names)
+        self._check_classes(train)
+        self._train = self._limited(train, self.limit_train, "train")
+        self._val = self._limited(val, self.limit_test, "val")
+        self.test_in = self._limited(parts.test, self.limit_test, "test")
+        self.ood_names = [ood.name for ood in parts.oods]
+        self.distance = {ood.name: ood.distance for ood in parts.oods}
+        if len(self.distance) < len(self.ood_names):
+            raise ValueError(f"{self.name}: two OOD sets have the same name: {sorted(self.ood_names)}")
+        self.test_oods = []
+        for ood in parts.oods:
+            chosen = self._limited(ood.split, self.limit_test, ood.name)
+            labels = np.full(len(chosen), OOD_LABEL)
+            self.test_oods.append(Split(chosen.source, labels, chosen.indices, self.test_transform))
+
+    @abstractmethod
+    def load(self) -> Parts:
+        """The data, read or made. Called once, when the benchmark is constructed."""
 
     def default_transform(self) -> Transform | None:
         """Transform that takes a raw item to a model input when none is given; None is the identity."""
         return None
 
-    @property
-    def num_classes(self) -> int:
-        """Number K of in-distribution classes."""
-        return len(self.class_names)
-
-    def _assemble(
-        self,
-        *,
-        class_names: Sequence[str],
-        train: Pool,
-        test: Pool,
-        oods: Iterable[OODPool],
-        val: Pool | None = None,
-        val_fraction: float = 0.0,
-    ) -> None:
-        """Make the splits: hold out validation data if there is none, then apply the limits.
-
-        Args:
-            class_names: names of the classes, in the order of their labels.
-            train: in-distribution training samples.
-            test: in-distribution test samples.
-            oods: OOD test sets, near ones first.
-            val: validation samples of the source, if it has any.
-            val_fraction: share of ``train`` to hold out where ``val`` is None.
-        """
-        self.class_names = list(class_names)
-        if val is None:
-            held_out, rest = stratified_split(train.labels, [val_fraction], stream(self.seed, "validation"))
-            train, val = train.subset(rest), train.subset(held_out)
-        self._check_classes(train)
-        self._train = self._split(train, self.limit_train, "train")
-        self._val = self._split(val, self.limit_test, "val")
-        self.test_in = self._split(test, self.limit_test, "test")
-        self.test_oods: list[Split] = []
-        for ood in oods:
-            if ood.name in self.distance:
-                raise ValueError(f"two OOD sets are named {ood.name!r}")
-            self.ood_names.append(ood.name)
-            self.distance[ood.name] = ood.distance
-            self.test_oods.append(self._split(ood.pool, self.limit_test, ood.name, ood=True))
-
-    def _check_classes(self, train: Pool) -> None:
-        found = np.unique(train.labels)
-        expected = np.arange(self.num_classes)
+    def _check_classes(self, train: Split) -> None:
+        found, expected = np.unique(train.labels), np.arange(self.num_classes)
         if not np.array_equal(found, expected):
             missing = np.setdiff1d(expected, found)[:10].tolist()
             extra = np.setdiff1d(found, expected)[:10].tolist()
@@ -211,13 +124,12 @@ class OODBenchmark(Benchmark):
                 f"use at least {self.num_classes}"
             )
 
-    def _split(self, pool: Pool, limit: int | None, purpose: str, *, ood: bool = False) -> Split:
-        chosen = pool.subset(balanced_subset(pool.labels, limit, stream(self.seed, "limit", purpose)))
-        labels = np.full(len(chosen.labels), OOD_LABEL) if ood else chosen.labels
-        return Split(chosen.source, labels, chosen.indices, self.test_transform)
+    def _limited(self, split: Split, limit: int | None, purpose: str) -> Split:
+        chosen = balanced_subset(split.labels.numpy(), limit, stream(self.seed, "limit", purpose))
+        return split.subset(chosen).with_transform(self.test_transform)
 
     def train_set(self) -> Split:
-        """In-distribution training samples behind ``train_transform``."""
+        """ID training samples behind ``train_transform``."""
         return self._train.with_transform(self.train_transform)
 
     def fit_set(self) -> Split:
@@ -225,7 +137,7 @@ class OODBenchmark(Benchmark):
         return self._train
 
     def val_set(self) -> Split:
-        """Held-out in-distribution samples, none of them in :meth:`train_set`, behind ``test_transform``.
+        """Held-out ID samples, none of them in :meth:`train_set`, behind ``test_transform``.
 
         Raises:
             ValueError: nothing was held out.
@@ -238,7 +150,7 @@ class OODBenchmark(Benchmark):
         """Test sets by the framework's contract.
 
         Args:
-            known: include in-distribution samples.
+            known: include ID samples.
             unknown: include OOD samples, labelled ``-1``.
 
         Returns:
@@ -256,6 +168,10 @@ class OODBenchmark(Benchmark):
             return list(self.test_oods)
         raise ValueError("test_sets needs known=True or unknown=True, both are False")
 
+    def _splits(self) -> dict[str, Split]:
+        oods = zip(self.ood_names, self.test_oods, strict=True)
+        return {"train": self._train, "val": self._val, "test": self.test_in, **{f"ood:{name}": x for name, x in oods}}
+
     def fingerprint(self, split: str | None = None) -> str:
         """Hash of the data itself, for cache keys: raw items and labels, after splits and limits.
 
@@ -267,15 +183,14 @@ class OODBenchmark(Benchmark):
         Returns:
             64 hexadecimal digits.
         """
-        splits = {"train": self._train, "val": self._val, "test": self.test_in}
-        splits.update({f"ood:{name}": ood for name, ood in zip(self.ood_names, self.test_oods, strict=True)})
+        splits = self._splits()
         if split is not None:
             key = split if split in splits else f"ood:{split}"
             if key not in splits:
                 raise ValueError(f"{self.name} has no split {split!r}; it has train, val, test, {self.ood_names}")
             return self._digest(key, splits[key])
         parts = [f"{key} {self._digest(key, part)}" for key, part in splits.items()]
-        return hashlib.sha256("\n".join([_FINGERPRINT_VERSION, self.name, *parts]).encode()).hexdigest()
+        return hashlib.sha256("\n".join([FINGERPRINT_VERSION, self.name, *parts]).encode()).hexdigest()
 
     def _digest(self, key: str, split: Split) -> str:
         # the data never changes after construction, and hashing a gigabyte takes a second
@@ -284,10 +199,116 @@ class OODBenchmark(Benchmark):
         return self._digests[key]
 
     def __repr__(self) -> str:
-        sizes = {"train": len(self._train), "val": len(self._val), "test": len(self.test_in)}
-        sizes.update({name: len(ood) for name, ood in zip(self.ood_names, self.test_oods, strict=True)})
-        return f"{type(self).__name__}({', '.join(f'{name}={size}' for name, size in sizes.items())})"
+        sizes = [f"{name.removeprefix('ood:')}={len(split)}" for name, split in self._splits().items()]
+        return f"{type(self).__name__}({', '.join(sizes)})"
 
 
-def as_benchmark(benchmark, *, seed=0, val_fraction=0.1):  # TEMPORARY
-    return benchmark
+def as_benchmark(benchmark: Benchmark, *, seed: int = 0, val_fraction: float = 0.1) -> OODBenchmark:
+    """Any benchmark of the framework, with the interface of :class:`OODBenchmark`.
+
+    These are the two ways to bring data of one's own: a subclass of :class:`OODBenchmark` (below), which has
+    everything, or any ``pytorch_ood.benchmark.Benchmark``, which is wrapped. Of the latter, ``val_set()``,
+    ``class_names`` and ``distance`` (OOD set -> ``near`` or ``far``) are used where they exist. Without a
+    ``val_set`` a part of the training set is held out, stratified by class. A backbone's transform is put in front of
+    items that are no tensors, such as PIL images; tensors come from a transform of the data set's own and stay as
+    they are.
+
+    Args:
+        benchmark: the benchmark; an :class:`OODBenchmark` is returned as it is.
+        seed: seed of the held-out part.
+        val_fraction: share of the training set to hold out.
+
+    Raises:
+        TypeError: it is no benchmark.
+        ValueError: the training labels are not ``0..K-1``, or the OOD sets do not match ``ood_names``.
+
+    Example:
+        >>> import numpy as np
+        >>> from rmd_plugin.benchmarks import OODBenchmark, OODSet, Parts, Split, TensorRows
+        >>> class Shifted(OODBenchmark):
+        ...     name = "shifted"
+        ...
+        ...     def load(self) -> Parts:
+        ...         draw = lambda n, mean: np.random.default_rng(self.seed).normal(mean, size=(n, 4))
+        ...         train, test = (Split(TensorRows(draw(n, 0)), np.arange(n) % 2) for n in (80, 20))
+        ...         ood = Split(TensorRows(draw(20, 5)), np.zeros(20))
+        ...         return Parts(["even", "odd"], train, test, [OODSet("moved", "far", ood)], val_fraction=0.1)
+        >>> benchmark = Shifted(seed=1)
+        >>> benchmark
+        Shifted(train=72, val=8, test=20, moved=20)
+        >>> as_benchmark(benchmark) is benchmark
+        True
+    """
+    if isinstance(benchmark, OODBenchmark):
+        return benchmark
+    missing = [name for name in ("train_set", "test_sets", "ood_names") if not hasattr(benchmark, name)]
+    if missing:
+        raise TypeError(
+            f"a {type(benchmark).__name__} is no benchmark, it lacks {', '.join(missing)}. Subclass "
+            "rmd_plugin.benchmarks.OODBenchmark or pytorch_ood.benchmark.Benchmark."
+        )
+    return _Wrapped(benchmark=benchmark, seed=seed, val_fraction=val_fraction)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class _Wrapped(OODBenchmark):
+    """A benchmark of the framework behind the interface of ours."""
+
+    benchmark: Benchmark
+    val_fraction: float = 0.1
+
+    def load(self) -> Parts:
+        kind = type(self.benchmark).__name__
+        self.name = str(getattr(self.benchmark, "name", kind))  # type: ignore[misc]
+        data: Any = self.benchmark  # the framework declares neither ood_names nor what we may find besides
+        (test,) = data.test_sets(known=True, unknown=False)
+        oods = data.test_sets(known=False, unknown=True)
+        if len(data.ood_names) != len(oods):
+            raise ValueError(f"{kind} has {len(oods)} OOD sets but {len(data.ood_names)} ood_names: {data.ood_names}")
+        tags = getattr(data, "distance", {})
+        train = _labelled(data.train_set())
+        classes = getattr(data, "class_names", getattr(data.train_set(), "classes", None))
+        if classes is not None and len(classes) != int(train.labels.max()) + 1:
+            classes = None
+        return Parts(
+            class_names=classes,
+            train=train,
+            test=_labelled(test),
+            val=_labelled(data.val_set()) if hasattr(data, "val_set") else None,
+            # OOD sets need no labels of their own, which saves a pass over them
+            oods=[
+                OODSet(name, tags.get(name, ""), Split(DatasetItems(ood), np.zeros(len(ood))))
+                for name, ood in zip(data.ood_names, oods, strict=True)
+            ],
+            val_fraction=self.val_fraction,
+        )
+
+
+def _labelled(dataset: Dataset[Any]) -> Split:
+    labels = _stored_labels(dataset)
+    if labels is None:
+        try:
+            labels = np.array([int(dataset[index][1]) for index in range(len(dataset))])  # type: ignore[arg-type]
+        except (TypeError, ValueError, LookupError) as error:
+            kind = type(dataset).__name__
+            raise ValueError(f"items of a {kind} must be (x, label) with a whole number as label: {error}") from error
+    return Split(DatasetItems(dataset), labels)
+
+
+def _stored_labels(dataset: Any) -> np.ndarray | None:
+    """Labels that a data set keeps besides its items, which saves loading them all; None if there are none."""
+    if isinstance(dataset, Subset):
+        labels = _stored_labels(dataset.dataset)
+        return None if labels is None else labels[np.asarray(dataset.indices)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_stored_labels(part) for part in dataset.datasets]
+        return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
+    kept = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else getattr(dataset, "targets", None)
+    try:
+        labels = np.asarray(getattr(dataset, "labels", None) if kept is None else kept)
+        # a target_transform, say, makes them differ from what the data set gives
+        some = {0, len(dataset) // 2, len(dataset) - 1}
+        same = labels.shape == (len(dataset),) and all(int(dataset[i][1]) == labels[i] for i in some)
+    except (TypeError, ValueError, LookupError):
+        return None
+    return labels.astype(np.int64) if same else None

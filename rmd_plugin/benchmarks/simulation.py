@@ -1,16 +1,16 @@
 """The Gaussian simulation of the RMD paper's Appendix D, every number a parameter."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import ClassVar
+from dataclasses import dataclass
 
 import numpy as np
 
-from .base import Modality, OODBenchmark, OODPool, Pool, Transform
+from .base import OODBenchmark
 from .sources import TensorRows
-from .splits import stream
+from .splits import OODSet, Parts, Split, stream
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Simulation(OODBenchmark):
     """Gaussian classes that differ in their first coordinate only.
 
@@ -19,15 +19,9 @@ class Simulation(OODBenchmark):
     which is what drowns the Mahalanobis distance. The defaults are the paper's.
 
     Raw items are float tensors of shape (dim,). Each split has its own random stream: changing one size leaves
-    the other splits as they are.
+    the other splits as they are. The data is generated, ``data_dir`` is ignored.
 
     Args:
-        data_dir: ignored; the data is generated.
-        train_transform: see :class:`~rmd_plugin.benchmarks.base.OODBenchmark`.
-        test_transform: see :class:`~rmd_plugin.benchmarks.base.OODBenchmark`.
-        limit_train: see :class:`~rmd_plugin.benchmarks.base.OODBenchmark`.
-        limit_test: see :class:`~rmd_plugin.benchmarks.base.OODBenchmark`.
-        seed: seed of the samples.
         dim: number of dimensions.
         means: first coordinate of each class mean.
         ood_means: first coordinate of each OOD mean.
@@ -36,6 +30,8 @@ class Simulation(OODBenchmark):
         n_val: validation samples per class.
         n_test: test samples per class and per OOD mean.
 
+    The other options are those of :class:`~rmd_plugin.benchmarks.base.OODBenchmark`.
+
     Example:
         >>> from rmd_plugin.benchmarks import Simulation
         >>> Simulation(dim=8, n_train=50)
@@ -43,56 +39,41 @@ class Simulation(OODBenchmark):
     """
 
     name = "simulation"
-    modality: ClassVar[Modality] = "features"
 
-    def __init__(
-        self,
-        *,
-        data_dir: str | Path | None = None,
-        train_transform: Transform | None = None,
-        test_transform: Transform | None = None,
-        limit_train: int | None = None,
-        limit_test: int | None = None,
-        seed: int = 0,
-        dim: int = 1024,
-        means: Sequence[float] = (-1.0, 1.0),
-        ood_means: Sequence[float] = (-3.0, 3.0),
-        sigma: float = 0.25,
-        n_train: int = 10_000,
-        n_val: int = 100,
-        n_test: int = 100,
-    ) -> None:
-        super().__init__(
-            data_dir=data_dir,
-            train_transform=train_transform,
-            test_transform=test_transform,
-            limit_train=limit_train,
-            limit_test=limit_test,
-            seed=seed,
-        )
-        if min(dim, n_train, n_test, len(means), len(ood_means)) < 1 or n_val < 0:
+    dim: int = 1024
+    means: Sequence[float] = (-1.0, 1.0)
+    ood_means: Sequence[float] = (-3.0, 3.0)
+    sigma: float = 0.25
+    n_train: int = 10_000
+    n_val: int = 100
+    n_test: int = 100
+
+    def load(self) -> Parts:
+        """Draw the samples."""
+        self.means, self.ood_means = [float(mean) for mean in self.means], [float(mean) for mean in self.ood_means]
+        if min(self.dim, self.n_train, self.n_test, len(self.means), len(self.ood_means)) < 1 or self.n_val < 0:
             raise ValueError(
                 "dim, n_train, n_test and the numbers of means must be at least 1 and n_val at least 0; got "
-                f"dim={dim}, n_train={n_train}, n_val={n_val}, n_test={n_test}, means={list(means)}, "
-                f"ood_means={list(ood_means)}"
+                f"dim={self.dim}, n_train={self.n_train}, n_val={self.n_val}, n_test={self.n_test}, "
+                f"means={self.means}, ood_means={self.ood_means}"
             )
-        if not sigma > 0 or not np.isfinite([*means, *ood_means, sigma]).all():
-            raise ValueError(f"sigma must be above 0 and all numbers finite; got sigma={sigma}, {means}, {ood_means}")
-        self.dim, self.sigma = dim, float(sigma)
-        self.means, self.ood_means = [float(mean) for mean in means], [float(mean) for mean in ood_means]
-        self._assemble(
+        if not self.sigma > 0 or not np.isfinite([*self.means, *self.ood_means, self.sigma]).all():
+            raise ValueError(
+                f"sigma must be above 0 and all numbers finite; got sigma={self.sigma}, {self.means}, {self.ood_means}"
+            )
+        return Parts(
             class_names=[f"mean {mean:g}" for mean in self.means],
-            train=self._draw(self.means, n_train, "train"),
-            val=self._draw(self.means, n_val, "val"),
-            test=self._draw(self.means, n_test, "test"),
-            oods=[OODPool("shifted", "near", self._draw(self.ood_means, n_test, "ood"))],
+            train=self._draw(self.means, self.n_train, "train"),
+            val=self._draw(self.means, self.n_val, "val"),
+            test=self._draw(self.means, self.n_test, "test"),
+            oods=[OODSet("shifted", "near", self._draw(self.ood_means, self.n_test, "ood"))],
         )
 
-    def _draw(self, means: Sequence[float], count: int, purpose: str) -> Pool:
+    def _draw(self, means: Sequence[float], count: int, purpose: str) -> Split:
         """``count`` samples of each mean, in the order of ``means``."""
         rng = stream(self.seed, "simulation", purpose)
         x = rng.standard_normal((len(means) * count, self.dim), dtype=np.float32)
         x *= np.float32(self.sigma)
         labels = np.repeat(np.arange(len(means)), count)
         x[:, 0] += np.asarray(means, dtype=np.float32)[labels]
-        return Pool(TensorRows(x), labels)
+        return Split(TensorRows(x), labels)

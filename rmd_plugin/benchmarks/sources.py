@@ -1,102 +1,103 @@
-"""Where raw items come from: arrays of images, feature rows, texts, DNA reads, image files.
+"""Where raw items come from: arrays of images, feature rows, DNA reads, texts, image files, other people's data sets.
 
 A source is an indexable store of raw items that can also feed its content to a hash, so that a benchmark's
 fingerprint depends on the data alone and not on file formats or library versions.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms import functional as vision
+from typing_extensions import override
+
+from rmd_plugin.compare.fingerprint import fingerprint
 
 from .errors import DataFormatError
 
 _HASH_ROWS = 4096
+Update = Callable[[bytes], None]
 
 
-class Hash(Protocol):
-    """The part of a hashlib object that sources need."""
-
-    def update(self, data: bytes, /) -> None:
-        """Take in more bytes."""
-
-
-class Source(Protocol):
+class Source(ABC):
     """Indexable raw items with a content hash."""
 
+    #: tensors of this source have passed a transform already, so no other one is put in front of them
+    transformed: ClassVar[bool] = False
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def __getitem__(self, index: int) -> object: ...
 
-    def feed(self, indices: np.ndarray, into: Hash) -> None:
-        """Feed the content of the items at ``indices``, shape (N,), into a hash."""
+    @abstractmethod
+    def feed(self, indices: np.ndarray, update: Update) -> None:
+        """Feed the content of the items at ``indices``, shape (N,), to ``update`` of a hash."""
 
 
-def _feed_rows(kind: str, rows: np.ndarray, indices: np.ndarray, into: Hash) -> None:
-    into.update(f"{kind} {rows.dtype.str} {rows.shape[1:]} {len(indices)}\n".encode())
-    for start in range(0, len(indices), _HASH_ROWS):
-        into.update(np.ascontiguousarray(rows[indices[start : start + _HASH_ROWS]]).tobytes())
+class _Rows(Source):
+    """Rows of one array, shape (N, ...)."""
 
+    kind: ClassVar[str]
 
-class ImageRows:
-    """Images as PIL pictures, from a uint8 array of shape (N, H, W, 3)."""
-
-    def __init__(self, images: np.ndarray) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Image.Image:
-        return Image.fromarray(self.images[index])
-
-    def feed(self, indices: np.ndarray, into: Hash) -> None:
-        """Feed pixels into a hash."""
-        _feed_rows("image", self.images, indices, into)
-
-
-class TensorRows:
-    """Float tensors, from an array of shape (N, ...); converted to ``dtype`` on access."""
-
-    def __init__(self, rows: np.ndarray, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, rows: np.ndarray) -> None:
         self.rows = rows
-        self.dtype = dtype
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @override
+    def feed(self, indices: np.ndarray, update: Update) -> None:
+        update(f"{self.kind} {self.rows.dtype.str} {self.rows.shape[1:]} {len(indices)}\n".encode())
+        for start in range(0, len(indices), _HASH_ROWS):
+            update(np.ascontiguousarray(self.rows[indices[start : start + _HASH_ROWS]]).tobytes())
+
+
+class ImageRows(_Rows):
+    """Images as PIL pictures, from a uint8 array of shape (N, H, W, 3)."""
+
+    kind = "image"
+
+    def __getitem__(self, index: int) -> Image.Image:
+        return Image.fromarray(self.rows[index])
+
+
+class Reads(_Rows):
+    """DNA reads as int64 tensors of base ids, from a uint8 array of shape (N, L)."""
+
+    kind = "read"
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(self.rows[index].astype(np.int64))
+
+
+class TensorRows(_Rows):
+    """Float tensors, from an array of shape (N, ...); converted to ``dtype`` on access."""
+
+    kind = "tensor"
+
+    def __init__(self, rows: np.ndarray, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(rows)
+        self.dtype = dtype
 
     def __getitem__(self, index: int) -> Tensor:
         # a copy: rows may be a read-only memory map
         return torch.from_numpy(np.array(self.rows[index])).to(self.dtype)
 
-    def feed(self, indices: np.ndarray, into: Hash) -> None:
-        """Feed values into a hash."""
-        into.update(f"{self.dtype} ".encode())
-        _feed_rows("tensor", self.rows, indices, into)
+    @override
+    def feed(self, indices: np.ndarray, update: Update) -> None:
+        update(f"{self.dtype} ".encode())
+        super().feed(indices, update)
 
 
-class Reads:
-    """DNA reads as int64 tensors of base ids, from a uint8 array of shape (N, L)."""
-
-    def __init__(self, reads: np.ndarray) -> None:
-        self.reads = reads
-
-    def __len__(self) -> int:
-        return len(self.reads)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.from_numpy(self.reads[index].astype(np.int64))
-
-    def feed(self, indices: np.ndarray, into: Hash) -> None:
-        """Feed bases into a hash."""
-        _feed_rows("read", self.reads, indices, into)
-
-
-class Texts:
+class Texts(Source):
     """Strings."""
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -108,48 +109,56 @@ class Texts:
     def __getitem__(self, index: int) -> str:
         return self.texts[index]
 
-    def feed(self, indices: np.ndarray, into: Hash) -> None:
-        """Feed UTF-8 bytes with their lengths into a hash."""
-        into.update(f"text {len(indices)}\n".encode())
+    @override
+    def feed(self, indices: np.ndarray, update: Update) -> None:
+        update(f"text {len(indices)}\n".encode())
         for index in indices:
             content = self.texts[index].encode()
-            into.update(f"{len(content)}\n".encode() + content)
+            update(f"{len(content)}\n".encode() + content)
 
 
-class ImageFiles:
-    """Pictures of any size on disk, scaled and centre-cropped to a square.
-
-    Args:
-        paths: the files, in a stable order.
-        size: side of the square, in pixels.
-    """
+class ImageFiles(Source):
+    """Pictures of any size on disk, scaled and centre-cropped to squares of ``size`` pixels."""
 
     def __init__(self, paths: Sequence[Path], size: int) -> None:
-        self.paths = list(paths)
-        self.size = size
+        self.paths, self.size = list(paths), size
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> Image.Image:
-        path = self.paths[index]
         try:
-            with Image.open(path) as opened:
+            with Image.open(self.paths[index]) as opened:
                 image = opened.convert("RGB")
         except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise DataFormatError(path, f"is not a readable picture: {error}") from None
-        if image.size == (self.size, self.size):
-            return image
-        width, height = image.size
-        scale = self.size / min(width, height)
-        width, height = max(self.size, round(width * scale)), max(self.size, round(height * scale))
-        left, top = (width - self.size) // 2, (height - self.size) // 2
-        scaled = image.resize((width, height), Image.Resampling.BILINEAR)
-        return scaled.crop((left, top, left + self.size, top + self.size))
+            raise DataFormatError(self.paths[index], f"is not a readable picture: {error}") from None
+        cropped: Image.Image = vision.center_crop(vision.resize(image, self.size), self.size)
+        return cropped
 
-    def feed(self, indices: np.ndarray, into: Hash) -> None:
-        """Feed the files' bytes into a hash."""
-        into.update(f"files {self.size} {len(indices)}\n".encode())
+    @override
+    def feed(self, indices: np.ndarray, update: Update) -> None:
+        update(f"files {self.size} {len(indices)}\n".encode())
         for index in indices:
             content = self.paths[index].read_bytes()
-            into.update(f"{len(content)}\n".encode() + content)
+            update(f"{len(content)}\n".encode() + content)
+
+
+class DatasetItems(Source):
+    """Inputs of a data set of pairs ``(x, label)``, as they come out of it."""
+
+    transformed = True
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> object:
+        return self.dataset[index][0]
+
+    @override
+    def feed(self, indices: np.ndarray, update: Update) -> None:
+        update(f"items {len(indices)}\n".encode())
+        for index in indices:
+            update(fingerprint(self[int(index)]).encode())

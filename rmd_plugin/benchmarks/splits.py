@@ -1,9 +1,115 @@
-"""Seeded, stratified splits and balanced subsets of labelled data."""
+"""Splits of labelled raw items, and how they are drawn: seeded, stratified, balanced."""
 
+import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from .sources import Source
+
+Transform = Callable[..., object]
+Distance = Literal["near", "far", ""]
+
+FINGERPRINT_VERSION = "rmd-benchmark-1"
+
+
+class Split(Dataset[tuple[object, int]]):
+    """Labelled raw items behind a transform.
+
+    Args:
+        source: store of raw items.
+        labels: label of each item of this split, shape (N,); negative for OOD.
+        indices: which items of the source belong to this split, shape (N,); None means all.
+        transform: applied to the raw item; None leaves it as it is.
+
+    Attributes:
+        labels: labels of shape (N,), int64.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        labels: np.ndarray | Tensor,
+        indices: np.ndarray | None = None,
+        transform: Transform | None = None,
+    ) -> None:
+        self.source = source
+        self.indices = np.arange(len(source)) if indices is None else indices
+        if len(labels) != len(self.indices):
+            raise ValueError(f"{len(labels)} labels for {len(self.indices)} items")
+        plain = labels.numpy() if isinstance(labels, Tensor) else labels
+        self.labels: Tensor = torch.from_numpy(np.array(plain, dtype=np.int64))
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[object, int]:
+        item, label = self.raw(index), int(self.labels[index])
+        if self.transform is None or (self.source.transformed and isinstance(item, Tensor)):
+            return item, label
+        return self.transform(item), label
+
+    def raw(self, index: int) -> object:
+        """Item as the source holds it, before the transform."""
+        return self.source[int(self.indices[index])]
+
+    def with_transform(self, transform: Transform | None) -> "Split":
+        """The same items and labels behind another transform."""
+        return Split(self.source, self.labels, self.indices, transform)
+
+    def subset(self, chosen: np.ndarray) -> "Split":
+        """The samples at positions ``chosen``, shape (M,)."""
+        return Split(self.source, self.labels[chosen], self.indices[chosen], self.transform)
+
+    def digest(self) -> str:
+        """Hexadecimal hash of the raw items and the labels, in order. The transform does not count."""
+        content = hashlib.sha256(FINGERPRINT_VERSION.encode())
+        self.source.feed(self.indices, content.update)
+        content.update(self.labels.numpy().astype("<i8").tobytes())
+        return content.hexdigest()
+
+
+@dataclass
+class OODSet:
+    """An OOD test set.
+
+    Attributes:
+        name: its name in results.
+        distance: how far it is from the training data; empty where nobody says.
+        split: its samples. Their labels only serve to draw a balanced subset; the benchmark labels them ``-1``.
+    """
+
+    name: str
+    distance: Distance
+    split: Split = field(repr=False)
+
+
+@dataclass
+class Parts:
+    """What a benchmark loads, before limits are applied.
+
+    Attributes:
+        class_names: names of the classes in the order of their labels; None where they have none.
+        train: ID training samples.
+        test: ID test samples.
+        oods: OOD test sets, near ones first.
+        val: ID validation samples, if the data has any.
+        val_fraction: share of ``train`` to hold out where ``val`` is None.
+    """
+
+    class_names: Sequence[str] | None
+    train: Split
+    test: Split
+    oods: Sequence[OODSet]
+    val: Split | None = None
+    val_fraction: float = 0.0
 
 
 def stream(seed: int, *purpose: str) -> np.random.Generator:

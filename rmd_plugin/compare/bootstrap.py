@@ -12,6 +12,26 @@ _CHUNK = 50
 _KEEP_BYTES = 2**28
 
 
+def auroc(id_scores: np.ndarray, ood_scores: np.ndarray) -> float:
+    """Probability that an OOD score exceeds an in-distribution one; ties count half.
+
+    Args:
+        id_scores: scores of the in-distribution samples, shape (N,).
+        ood_scores: scores of the OOD samples, shape (M,).
+
+    Example:
+        >>> auroc(np.array([0.0, 1.0]), np.array([1.0, 2.0]))
+        0.875
+    """
+    if min(len(id_scores), len(ood_scores)) == 0:
+        raise ValueError(f"scores of both sets are needed, got {len(id_scores)} ID and {len(ood_scores)} OOD scores.")
+    if np.isnan(id_scores).any() or np.isnan(ood_scores).any():
+        raise ValueError("scores contain NaN.")
+    ranked = np.sort(id_scores)
+    below, reached = (np.searchsorted(ranked, ood_scores, side) for side in ("left", "right"))
+    return float((below + reached).mean() / (2 * len(ranked)))
+
+
 class Bootstrap:
     """Resamples of one in-distribution and one OOD set.
 

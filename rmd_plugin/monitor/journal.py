@@ -77,16 +77,19 @@ class Journal:
         loggers = _image_loggers(trainer)
         if not trainer.is_global_zero or not scores or not (self.folder or loggers):
             return
-        from rmd_plugin.report.training import draw_curves, draw_histograms, publish  # imports matplotlib
+        from rmd_plugin.report.figures import histogram_figure  # imports matplotlib
+        from rmd_plugin.report.run_figures import epochs_figure
+        from rmd_plugin.report.scores import ID
+        from rmd_plugin.report.style import publish
 
         arrays = {
-            name: (inliers.cpu().numpy(), {ood: found.cpu().numpy() for ood, found in outliers.items()})
-            for name, (inliers, outliers) in scores.items()
+            name: {ood: found.cpu().numpy() for ood, found in {ID: on_id, **on_ood}.items()}
+            for name, (on_id, on_ood) in scores.items()
         }
         stage = stage_of(trainer)
-        figures = {f"histograms-{stage}": draw_histograms(arrays)}
+        figures = {f"histograms-{stage}": histogram_figure(arrays, detectors=list(arrays))}
         if stage == "fit":
-            figures["auroc"] = draw_curves([row for row in self.rows if row["stage"] == "fit"])
+            figures["auroc"] = epochs_figure([row for row in self.rows if row["stage"] == "fit"])
         try:
             publish(figures, self.folder, loggers, prefix=self.prefix, step=trainer.global_step)
         except Exception as error:  # a full disk or a lost connection; only this process draws, so it must not stop

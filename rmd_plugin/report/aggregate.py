@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
-from rmd_plugin.compare.rows import AUROC, FPR95, SECONDS, Row, mean, unique
+import pandas as pd  # type: ignore[import-untyped]
+
+from rmd_plugin.compare.rows import AUROC, COLUMNS, FPR95, SECONDS, mean
 from rmd_plugin.report.gather import Run
 from rmd_plugin.report.names import label
-from rmd_plugin.report.tables import near_far_means
 
 #: metrics of which less is better
 LOWER_IS_BETTER = (FPR95, *SECONDS)
@@ -31,30 +31,26 @@ class Group(NamedTuple):
         return ", ".join(filter(None, self))
 
 
+#: columns of a frame that make a group
+GROUP = list(Group._fields)
+
+
 @dataclass(frozen=True)
 class Estimate:
-    """A number over several runs.
-
-    Attributes:
-        mean: their mean, NaN if there are none.
-        deviation: sample standard deviation; NaN for fewer than two.
-        count: how many numbers.
-    """
+    """Mean and sample standard deviation over so many runs; NaN for none, and for fewer than two."""
 
     mean: float
     deviation: float
     count: int
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """Paired difference to the reference detector.
 
     Attributes:
         value: mean over the groups of the mean over their seeds; NaN if there is no pair.
         low: lower end of the 95 % interval, NaN if there are too few pairs.
         high: upper end.
-        pairs: how many runs had both numbers.
         over: what the interval is taken over: ``seeds``, ``benchmarks``, or nothing.
     """
 
@@ -65,21 +61,21 @@ class Difference:
     over: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Summary:
     """All runs in numbers.
 
     Attributes:
         metric: the metric of the summary.
         reference: the detector that the others are compared with.
-        groups: group -> seed -> rows.
+        rows: the rows that count, with the setting of their run; group by group, seed by seed.
         runs: every run, those without rows too.
         notes: what was left out, one sentence each.
     """
 
     metric: str
     reference: str
-    groups: Mapping[Group, Mapping[int, Sequence[Row]]]
+    rows: pd.DataFrame
     runs: Sequence[Run]
     notes: Sequence[str] = ()
 
@@ -88,50 +84,44 @@ class Summary:
         """Whether less is better."""
         return self.metric in LOWER_IS_BETTER
 
+    @cached_property
+    def groups(self) -> dict[Group, list[int]]:
+        """Every group with its seeds."""
+        return {Group(*key): part["seed"].unique().tolist() for key, part in self.rows.groupby(GROUP, sort=False)}
+
+    def sets(self, group: Group) -> dict[str, str]:
+        """OOD sets of a group in order of appearance -> ``near``, ``far`` or empty."""
+        return self._sets.get(group, {})
+
     def which(self, group: Group) -> str:
         """The mean that a detector is judged by in a group: ``near`` where there are near-OOD sets, else ``all``."""
-        rows = (row for runs in self.groups[group].values() for row in runs)
-        return NEAR if any(row.distance == "near" and row.metric == self.metric for row in rows) else ALL
+        return NEAR if NEAR in self.sets(group).values() else ALL
 
     def detectors(self, group: Group | None = None) -> list[str]:
         """Detectors that have a number in a group (or anywhere), in order of appearance."""
-        groups = self.groups if group is None else [group]
-        return list(dict.fromkeys(name for item in groups for name in self._numbers[item]))
+        return list(dict.fromkeys(name for key, name, _ in self._numbers if group in (None, key)))
 
     def values(
         self, group: Group, detector: str, which: str | None = None, *, ood: str | None = None
     ) -> dict[int, float]:
-        """Numbers of a detector in a group.
+        """Numbers of a detector in a group: seed -> number, without those that are missing.
 
-        Args:
-            group: the group.
-            detector: the detector.
-            which: ``near``, ``far`` or ``all``; by default :meth:`which`.
-            ood: name of an OOD set, instead of a mean over sets.
-
-        Returns:
-            seed -> number, without those that are missing.
+        They are means over the OOD sets that ``which`` names (``near``, ``far``, ``all``; by default as :meth:`which`
+        says), or those of the one OOD set ``ood``.
         """
-        found = self._numbers[group].get(detector, {})
-        return found.get(_set_key(ood) if ood is not None else which or self.which(group), {})
+        return self._numbers.get((group, detector, f"set {ood}" if ood is not None else which or self.which(group)), {})
 
     def estimate(self, group: Group, detector: str, which: str | None = None, *, ood: str | None = None) -> Estimate:
         """Mean and spread over the seeds. See :meth:`values`."""
         return estimate(list(self.values(group, detector, which, ood=ood).values()))
 
-    def sets(self, group: Group) -> list[tuple[str, str]]:
-        """OOD sets of a group with their distance, in order of appearance."""
-        rows = [row for rows in self.groups[group].values() for row in rows if row.metric == self.metric]
-        return [(name, next(row.distance for row in rows if row.ood == name)) for name in unique(rows, "ood")]
-
     def ranks(self, group: Group) -> dict[str, float]:
         """Place of each detector by its mean over the seeds; equal means share the mean of their places."""
-        means = {name: self.estimate(group, name).mean for name in self.detectors(group)}
-        return ranks({name: value for name, value in means.items() if not math.isnan(value)}, lower=self.lower)
+        return self._ranks[group]
 
     def mean_rank(self, detector: str) -> tuple[float, int]:
         """Mean place over the groups in which the detector has one, and how many these are."""
-        places = [found[detector] for found in map(self.ranks, self.groups) if detector in found]
+        places = [found[detector] for found in self._ranks.values() if detector in found]
         return mean(places), len(places)
 
     def difference(self, detector: str, groups: Sequence[Group] | None = None) -> Difference:
@@ -153,52 +143,64 @@ class Summary:
         return sorted((name for name in self.detectors() if self.mean_rank(name)[1]), key=key)
 
     @cached_property
-    def _numbers(self) -> dict[Group, dict[str, dict[str, dict[int, float]]]]:
-        """Group -> detector -> near, far, all or OOD set -> seed -> number."""
-        return {group: _values(runs, self.metric) for group, runs in self.groups.items()}
+    def _sets(self) -> dict[Group, dict[str, str]]:
+        rows = self.rows[(self.rows["metric"] == self.metric) & (self.rows["ood"] != "")]
+        parts = rows.drop_duplicates([*GROUP, "ood"]).groupby(GROUP, sort=False)
+        return {Group(*key): dict(zip(part["ood"], part["distance"], strict=True)) for key, part in parts}
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[Group, str, str], dict[int, float]]:
+        """Group, detector and near, far, all or OOD set -> seed -> number."""
+        rows = self.rows[(self.rows["metric"] == self.metric) & (self.rows["detector"] != "")]
+        on_sets = rows[rows["ood"] != ""]
+        # times belong to no OOD set, and a set may be called "near"
+        kinds = [rows.assign(which=ALL), on_sets.assign(which="set " + on_sets["ood"])]
+        kinds += [on_sets[on_sets["distance"] == which].assign(which=which) for which in (NEAR, FAR)]
+        parts = pd.concat(kinds).groupby([*GROUP, "detector", "which", "seed"], sort=False)["value"]
+        found: dict[tuple[Group, str, str], dict[int, float]] = {}
+        for (*group, detector, which, seed), values in parts:
+            number = mean(values.tolist())
+            if not math.isnan(number):
+                found.setdefault((Group(*group), detector, which), {})[int(seed)] = number
+        return found
+
+    @cached_property
+    def _ranks(self) -> dict[Group, dict[str, float]]:
+        means = {g: {name: self.estimate(g, name).mean for name in self.detectors(g)} for g in self.groups}
+        return {group: ranks(found, lower=self.lower) for group, found in means.items()}
 
 
 def summarise(runs: Sequence[Run], *, metric: str = AUROC, reference: str = "rmd") -> Summary:
     """Put runs together.
 
     Runs with the same benchmark, backbone and setting form a group and differ in their seed. Of two runs with the
-    same seed and detector the newer one counts.
-
-    Args:
-        runs: the runs; those that are not done give no numbers and stay in the list.
-        metric: the metric.
-        reference: the detector that the others are compared with.
-
-    Returns:
-        The summary.
+    same seed and detector the newer one counts. Those that are not done give no numbers and stay in the list.
 
     Raises:
         ValueError: if there are numbers, but none of this metric; the message lists those that there are.
     """
-    found: dict[Group, dict[int, dict[str, list[Row]]]] = {}
-    notes = []
-    # the older first: what comes later takes its place
-    for run in sorted(runs, key=lambda run: run.ended):
-        parts: dict[tuple[Group, int], dict[str, list[Row]]] = {}
-        for row in run.rows:
-            key = (Group(row.benchmark, row.backbone, run.setting), row.seed)
-            parts.setdefault(key, {}).setdefault(row.detector, []).append(row)
-        for (group, seed), mine in parts.items():
-            # runs of other detectors add to each other
-            before = found.setdefault(group, {}).setdefault(seed, {})
-            twice = [label(name) for name in mine if name and name in before]
-            if twice:
-                which = ", ".join(twice)
-                notes.append(f"{group}, seed {seed}: run more than once ({which}); the newest counts, {run.path}.")
-            before.update(mine)
-    metrics = unique((row for run in runs for row in run.rows if row.detector), "metric")
+    rows = pd.DataFrame(
+        [
+            {**vars(row), "setting": run.setting, "run": number, "ended": run.ended}
+            for number, run in enumerate(runs)
+            for row in run.rows
+        ],
+        columns=[*COLUMNS, "setting", "run", "ended"],
+    )
+    metrics = rows.loc[rows["detector"] != "", "metric"].unique().tolist()
     if metrics and metric not in metrics:
         raise ValueError(f"no run has the metric {metric!r}; there are {', '.join(metrics)}.")
-    order = dict.fromkeys(Group(row.benchmark, row.backbone, run.setting) for run in runs for row in run.rows)
-    groups = {
-        group: {seed: list(chain(*mine.values())) for seed, mine in sorted(found[group].items())} for group in order
-    }
-    return Summary(metric, reference, groups, runs, notes)
+    rows["group"] = rows.groupby(GROUP, sort=False).ngroup()
+    rows = rows.sort_values(["group", "seed", "ended"], kind="stable")
+    # runs of other detectors add to each other
+    rows["newest"] = rows.groupby(["group", "seed", "detector"])["run"].transform("last")
+    older = rows[(rows["run"] != rows["newest"]) & (rows["detector"] != "")]
+    notes = [
+        f"{Group(*group)}, seed {seed}: run more than once ({', '.join(map(label, part['detector'].unique()))}); "
+        f"the newest counts, {runs[newest].path}."
+        for (*group, seed, newest), part in older.groupby([*GROUP, "seed", "newest"], sort=False)
+    ]
+    return Summary(metric, reference, rows[rows["run"] == rows["newest"]], runs, notes)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -216,36 +218,21 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def ranks(values: Mapping[str, float], *, lower: bool = False) -> dict[str, float]:
-    """Places from 1, the best first; equal values share the mean of their places.
-
-    Args:
-        values: name -> number.
-        lower: whether less is better.
+    """Places from 1, the best first; equal values share the mean of their places, missing ones have none.
 
     Example:
         >>> ranks({"a": 0.9, "b": 0.7, "c": 0.9})
         {'a': 1.5, 'b': 3.0, 'c': 1.5}
     """
-    signed = {name: value if lower else -value for name, value in values.items()}
-    return {
-        name: 1 + sum(other < value for other in signed.values()) + (sum(o == value for o in signed.values()) - 1) / 2
-        for name, value in signed.items()
-    }
+    return pd.Series(values, dtype=float).dropna().rank(ascending=lower).to_dict()
 
 
 def paired_difference(groups: Sequence[Sequence[float]], *, level: float = 0.95) -> Difference:
-    """Mean of paired differences with a t interval, every group weighing the same.
+    """Mean of paired differences, a list for each group, with a t interval; every group weighs the same.
 
     Where every group has two seeds or more, the groups are taken as they are and the seeds as a sample: the variance is
     that of a mean of independent group means, with Welch and Satterthwaite's degrees of freedom. For one group this is
     the paired t interval. Where a group has one seed only, the group means are the sample, if there are three or more.
-
-    Args:
-        groups: for each group the differences of its runs; empty groups do not count.
-        level: coverage of the interval.
-
-    Returns:
-        The difference with its interval.
     """
     groups = [group for group in groups if group]
     estimates = [estimate(group) for group in groups]
@@ -269,23 +256,3 @@ def paired_difference(groups: Sequence[Sequence[float]], *, level: float = 0.95)
 
     half = float(stdtrit(freedom, 0.5 + level / 2)) * error
     return Difference(value, value - half, value + half, pairs, over)
-
-
-def _values(runs: Mapping[int, Sequence[Row]], metric: str) -> dict[str, dict[str, dict[int, float]]]:
-    found: dict[str, dict[str, dict[int, float]]] = {}
-    for seed, rows in runs.items():
-        mine = [row for row in rows if row.metric == metric and row.detector]
-        numbers: dict[str, dict[str, float]] = near_far_means(mine, metric)
-        for row in mine:
-            # times belong to no OOD set
-            numbers.setdefault(row.detector, {})[_set_key(row.ood) if row.ood else ALL] = row.value
-        for detector, values in numbers.items():
-            for which, value in values.items():
-                if not math.isnan(value):
-                    found.setdefault(detector, {}).setdefault(which, {})[seed] = value
-    return found
-
-
-def _set_key(ood: str) -> str:
-    # a set may be called "near"
-    return f"set {ood}"

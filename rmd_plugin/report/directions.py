@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rmd_plugin.compare.bootstrap import auroc
 from rmd_plugin.report.scores import ID, read_scores, write_scores
 
 #: samples of a set that enter the AUROC of partial sums, evenly taken: enough for a curve
@@ -41,14 +42,7 @@ Directions = Mapping[str, Mapping[str, Profile]]
 
 
 def summarise_directions(contributions: Mapping[str, np.ndarray]) -> dict[str, Profile]:
-    """Summarise the contributions of one detector.
-
-    Args:
-        contributions: set (``test`` is the in-distribution one) -> terms of shape (N, r), ordered by direction.
-
-    Returns:
-        set -> profile.
-    """
+    """Profiles of one detector's terms of shape (N, r), ordered by direction: one for each set, ``test`` being ID."""
     if ID not in contributions:
         raise ValueError(f"contributions must hold the in-distribution set {ID!r}, got {', '.join(contributions)}.")
     arrays = {name: np.asarray(terms, dtype=np.float64) for name, terms in contributions.items()}
@@ -60,41 +54,25 @@ def summarise_directions(contributions: Mapping[str, np.ndarray]) -> dict[str, P
     profiles = {}
     for name, terms in arrays.items():
         low, high = np.quantile(terms, [0.1, 0.9], axis=0)
-        auroc = np.full(terms.shape[1], np.nan)
+        areas = np.full(terms.shape[1], np.nan)
         if name != ID:
-            auroc = np.array([_auroc(known, found) for known, found in zip(sums[ID].T, sums[name].T, strict=True)])
-        profiles[name] = Profile(terms.mean(axis=0), low, high, auroc)
+            areas = np.array([auroc(*pair) for pair in zip(sums[ID].T, sums[name].T, strict=True)])
+        profiles[name] = Profile(terms.mean(axis=0), low, high, areas)
     return profiles
 
 
 def write_directions(contributions: Mapping[str, Mapping[str, np.ndarray]], path: str | os.PathLike[str]) -> None:
-    """Summarise contributions and write them as ``.npz`` with arrays of shape (4, r) named ``detector//set``.
-
-    Args:
-        contributions: detector -> set -> terms of shape (N, r).
-        path: file to write.
-    """
-    write_scores(
-        {
-            detector: {
-                name: np.stack([profile.mean, profile.low, profile.high, profile.auroc])
-                for name, profile in summarise_directions(sets).items()
-            }
-            for detector, sets in contributions.items()
-        },
-        path,
-    )
+    """Summarise terms (detector -> set -> (N, r)) and write them as ``.npz``: arrays (4, r) named ``detector//set``."""
+    profiles = {detector: summarise_directions(sets) for detector, sets in contributions.items()}
+    arrays = {
+        detector: {name: np.stack([p.mean, p.low, p.high, p.auroc]) for name, p in sets.items()}
+        for detector, sets in profiles.items()
+    }
+    write_scores(arrays, path)
 
 
 def read_directions(path: str | os.PathLike[str]) -> dict[str, dict[str, Profile]]:
-    """Read what :func:`write_directions` wrote; nothing in the file is executed.
-
-    Args:
-        path: the ``.npz`` file.
-
-    Raises:
-        ValueError: if the file does not hold directions.
-    """
+    """Read what :func:`write_directions` wrote; nothing in the file is executed. ValueError if there are none."""
     found: dict[str, dict[str, Profile]] = {}
     for detector, sets in read_scores(path).items():
         for name, array in sets.items():
@@ -110,10 +88,3 @@ def _thin(terms: np.ndarray) -> np.ndarray:
     if len(terms) <= _SAMPLES:
         return terms
     return terms[np.linspace(0, len(terms) - 1, _SAMPLES).astype(int)]
-
-
-def _auroc(known: np.ndarray, found: np.ndarray) -> float:
-    """Probability that a found score exceeds a known one, ties counting half."""
-    known = np.sort(known)
-    below, not_above = np.searchsorted(known, found, "left"), np.searchsorted(known, found, "right")
-    return float((below + not_above).mean() / (2 * len(known)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +21,8 @@ _IDENTITY = ("benchmark", "backbone", "seed")
 #: parts of a config that say where and how a run works, not what it computes
 _NOT_SETTINGS = {
     "hydra", "paths", "names", "logger", "monitor", "figures", "resamples", "num_workers", "resume", "verbose",
-    "progress", "device", "devices", "enable_progress_bar", "enable_model_summary",
+    "progress", "device", "devices", "enable_progress_bar", "enable_model_summary", "ood_monitor", "lr_monitor",
+    "model_summary", "rich_progress", "dirpath",
 }  # fmt: skip
 _NOT_SETTINGS_ENDS = ("seed", "dir")
 #: weights often differ from seed to seed: they are a setting only where runs would be the same without them
@@ -62,16 +64,10 @@ class Run:
 
 
 def gather_runs(folders: Iterable[str | os.PathLike[str]]) -> list[Run]:
-    """Every run in and below the folders, in the order of their paths.
+    """Every run in and below the folders, each folder once, in the order of their paths.
 
     A folder is a run if it holds ``status.json`` or ``rows.csv``, or if Hydra started a job in it. What cannot be read
     is a run too, with the outcome ``unreadable`` and the reason.
-
-    Args:
-        folders: where to look.
-
-    Returns:
-        The runs, each folder once.
     """
     found: dict[Path, Run] = {}
     for folder in folders:
@@ -106,17 +102,16 @@ def _below(top: Path) -> Iterator[Run]:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """One run from its folder; never raises for what the folder holds.
-
-    Args:
-        path: the folder.
-    """
+    """One run from its folder; never raises for what the folder holds."""
     folder = RunFolder(path)
     about = _job_identity(folder.path)
     try:
-        status = _status(folder)
+        status = folder.read_status() if folder.file(STATUS).exists() else None
         rows = folder.read_rows()
-        ended = _ended(folder, status) if rows else 0.0
+        # a copied folder keeps its status, but not always the times of its files
+        ended = folder.file(ROWS).stat().st_mtime if rows else 0.0
+        with suppress(ValueError):
+            ended = datetime.fromisoformat(status.ended if status is not None else "").timestamp()
     except (OSError, ValueError) as error:
         return Run(folder.path, "unreadable", " ".join(str(error).split()), about=about)
     if rows:
@@ -130,21 +125,6 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     except (OSError, ValueError) as error:
         # its numbers stand; only its settings are unknown
         return replace(run, reason=run.reason or " ".join(str(error).split()))
-
-
-def _status(folder: RunFolder) -> RunStatus | None:
-    try:
-        return folder.read_status()
-    except FileNotFoundError:
-        return None
-
-
-def _ended(folder: RunFolder, status: RunStatus | None) -> float:
-    # a copied folder keeps its status, but not always the times of its files
-    try:
-        return datetime.fromisoformat(status.ended if status is not None else "").timestamp()
-    except ValueError:
-        return folder.file(ROWS).stat().st_mtime
 
 
 def _outcome(status: RunStatus | None, rows: Sequence[Row]) -> tuple[Outcome, str]:

@@ -1,4 +1,28 @@
-"""How detectors are called in tables and figures. Names in rows and configs stay as they are typed."""
+"""How detectors are called and coloured in tables and figures. Names in rows and configs stay as they are typed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from zlib import crc32
+
+#: Okabe and Ito's colours, which people with any kind of colour vision tell apart
+PALETTE: Mapping[str, str] = {
+    "black": "#000000",
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+    "green": "#009E73",
+    "yellow": "#F0E442",
+    "blue": "#0072B2",
+    "vermilion": "#D55E00",
+    "purple": "#CC79A7",
+}
+#: for lines on white, strongest first; yellow is too faint there
+CYCLE = tuple(PALETTE[name] for name in ("vermilion", "blue", "green", "orange", "purple", "sky", "black"))
+
+Dash = tuple[int, tuple[float, ...]]
+DASHES: tuple[Dash, ...] = (
+    (0, ()), (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (9, 2)),
+)  # fmt: skip
 
 #: what a study of ``rmd-reproduce`` leaves in its folder when it is finished
 SUMMARY = "study.json"
@@ -6,51 +30,69 @@ SUMMARY = "study.json"
 #: detectors of this package; the others come from pytorch-ood or from the user
 OURS = ("rmd", "mahalanobis", "marginal", "partial", "flow_likelihood", "relative_flow")
 
-LABELS = {
-    "rmd": "RMD",
-    "mahalanobis": "MD",
-    "marginal": "MMD",
-    "partial": "PMD",
-    "flow_likelihood": "Flow",
-    "relative_flow": "Relative flow",
-    "framework_rmd": "RMD (pytorch-ood)",
-    "framework_mahalanobis": "MD (pytorch-ood)",
-    "msp": "MSP",
-    "temperature_scaling": "Temperature scaling",
-    "max_logit": "MaxLogit",
-    "energy": "Energy",
-    "entropy": "Entropy",
-    "gen": "GEN",
-    "kl_matching": "KL matching",
-    "openmax": "OpenMax",
-    "weighted_energy": "Weighted energy",
-    "knn": "KNN",
-    "vim": "ViM",
-    "she": "SHE",
-    "fdbd": "fDBD",
-    "nnguide": "NNGuide",
-    "nci": "NCI",
-    "gmm": "GMM",
-    "pnml": "pNML",
-    "dice": "DICE",
-    "lts": "LTS",
-    "react": "ReAct",
-    "ash": "ASH",
-    "scale": "SCALE",
-    "vra": "VRA",
-    "rankfeat": "RankFeat",
-    "gradnorm": "GradNorm",
-    "grad_uncertainty": "GradUncertainty",
-    "nac": "NAC",
-    "odin": "ODIN",
-    "mahalanobis_odin": "MD + ODIN",
-    "mcd": "MC dropout",
-    "mcm": "MCM",
-    "gram": "Gram",
-    "multi_mahalanobis": "MD (all layers)",
+#: detector -> name for readers, colour, number of its dash: the same everywhere, and no two share colour and dash.
+#: Those often shown together differ in colour; blue and vermilion otherwise stand for detectors seldom shown.
+_TABLE = {
+    "rmd": ("RMD", "blue", 0),
+    "mahalanobis": ("MD", "vermilion", 0),
+    "marginal": ("MMD", "purple", 0),
+    "partial": ("PMD", "orange", 0),
+    "flow_likelihood": ("Flow", "orange", 1),
+    "relative_flow": ("Relative flow", "sky", 1),
+    "framework_rmd": ("RMD (pytorch-ood)", "blue", 1),
+    "framework_mahalanobis": ("MD (pytorch-ood)", "vermilion", 1),
+    "msp": ("MSP", "green", 0),
+    "temperature_scaling": ("Temperature scaling", "black", 2),
+    "max_logit": ("MaxLogit", "green", 1),
+    "energy": ("Energy", "black", 1),
+    "entropy": ("Entropy", "purple", 1),
+    "gen": ("GEN", "sky", 2),
+    "kl_matching": ("KL matching", "purple", 2),
+    "openmax": ("OpenMax", "orange", 2),
+    "weighted_energy": ("Weighted energy", "green", 2),
+    "knn": ("KNN", "black", 0),
+    "vim": ("ViM", "sky", 0),
+    "she": ("SHE", "black", 3),
+    "fdbd": ("fDBD", "sky", 3),
+    "nnguide": ("NNGuide", "purple", 3),
+    "nci": ("NCI", "orange", 3),
+    "gmm": ("GMM", "green", 3),
+    "pnml": ("pNML", "black", 4),
+    "dice": ("DICE", "sky", 4),
+    "lts": ("LTS", "purple", 4),
+    "react": ("ReAct", "orange", 4),
+    "ash": ("ASH", "green", 4),
+    "scale": ("SCALE", "black", 5),
+    "vra": ("VRA", "sky", 5),
+    "rankfeat": ("RankFeat", "purple", 5),
+    "gradnorm": ("GradNorm", "orange", 5),
+    "grad_uncertainty": ("GradUncertainty", "green", 5),
+    "nac": ("NAC", "vermilion", 2),
+    "odin": ("ODIN", "blue", 2),
+    "mahalanobis_odin": ("MD + ODIN", "vermilion", 3),
+    "mcd": ("MC dropout", "blue", 3),
+    "mcm": ("MCM", "vermilion", 4),
+    "gram": ("Gram", "blue", 4),
+    "multi_mahalanobis": ("MD (all layers)", "vermilion", 5),
 }
+LABELS = {detector: name for detector, (name, _, _) in _TABLE.items()}
 
 
 def label(detector: str) -> str:
-    """Name of a detector for readers; one that is not known keeps its own."""
+    """Name of a detector for readers; one that is not in the table keeps its own."""
     return LABELS.get(detector, detector)
+
+
+def line_style(detector: str) -> tuple[str, Dash]:
+    """Colour and dash of a detector; one that is not in the table gets those that its name picks, always the same."""
+    if detector in _TABLE:
+        _, colour, dash = _TABLE[detector]
+        return PALETTE[colour], DASHES[dash]
+    number = crc32(detector.encode())
+    # the first three colours belong to RMD, MD and MSP
+    return CYCLE[3 + number % 4], DASHES[2 + number // 4 % 4]
+
+
+def colour(detector: str) -> str:
+    """Colour of a detector in every figure."""
+    return line_style(detector)[0]

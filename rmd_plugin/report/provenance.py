@@ -24,11 +24,8 @@ PACKAGES = (
 def current_command(program: str | None = None) -> str:
     """The command that repeats this run, as one would type it.
 
-    Inside a Hydra job of a sweep these are the job's own overrides, not those of the whole sweep.
-
-    Args:
-        program: name of the command, for example ``rmd-train``; by default the one that runs. A launcher's worker
-            process does not know it, so a command that can be swept gives it.
+    Inside a Hydra job of a sweep these are the job's own overrides, not those of the whole sweep. A launcher's worker
+    process does not know the name of the program, so a command that can be swept gives it.
     """
     return shlex.join([*([program] if program else _program()), *job_arguments()])
 
@@ -87,14 +84,7 @@ def _commit(folder: Path) -> str | None:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Commit of the checkout that a folder belongs to, with ``+changes`` if files differ from it.
-
-    Args:
-        folder: a folder; it counts only if the checkout tracks files in it.
-
-    Returns:
-        The hash, or None without git or a checkout.
-    """
+    """Commit of the checkout that tracks files in a folder, with ``+changes`` if files differ from it; None without."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]

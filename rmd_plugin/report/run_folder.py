@@ -5,6 +5,7 @@ Every report is drawn from these files alone. Nothing here imports torch, so tha
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  a sweep is summarised at exit, when pandas can no longer import this
 import csv
 import json
 import math
@@ -12,36 +13,28 @@ import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.compare.rows import SECONDS, Row, read_rows, write_rows
+from rmd_plugin.report.directions import Profile, read_directions, write_directions
 from rmd_plugin.report.provenance import collect_versions, current_command
+from rmd_plugin.report.scores import read_scores, write_scores
 
-if TYPE_CHECKING:
-    import numpy as np
-
-#: the resolved config, which a run can be repeated from
-CONFIG = "config.yaml"
-#: the results, one number per line: a run that is repeated gives the same bytes
-ROWS = "rows.csv"
-#: how long everything took, as rows too, but never the same twice
-TIMINGS = "timings.csv"
-#: command, versions of python and of the packages, commit, platform
-VERSIONS = "versions.json"
-#: how the run ended
-STATUS = "status.json"
-#: what ``OODMonitor`` saw in every epoch
-HISTORY = "history.csv"
-#: scores of every detector on every set
-SCORES = "scores.npz"
-#: contributions along the directions of a detector, summarised
-DIRECTIONS = "directions.npz"
-#: the page about the run
-REPORT = "report.html"
+CONFIG = "config.yaml"  # resolved: a run can be repeated from it
+ROWS = "rows.csv"  # the results, one number per line: a run that is repeated gives the same bytes
+TIMINGS = "timings.csv"  # how long everything took, as rows too, but never the same twice
+VERSIONS = "versions.json"  # command, versions of python and of the packages, commit, platform
+STATUS = "status.json"  # how the run ended
+HISTORY = "history.csv"  # what OODMonitor saw in every epoch
+SCORES = "scores.npz"  # of every detector on every set
+DIRECTIONS = "directions.npz"  # contributions along the directions of a detector, summarised
+REPORT = "report.html"  # the page about the run
 
 State = Literal["running", "done", "failed", "interrupted"]
 Identity = Mapping[str, str | int]
@@ -134,8 +127,6 @@ class RunFolder:
         except (OSError, RunFolderError):
             return False
 
-    # -- how the run goes ---------------------------------------------------------------------------------------------
-
     @contextmanager
     def running(
         self, *, config: Any = None, about: Identity | None = None, command: str | None = None
@@ -148,9 +139,6 @@ class RunFolder:
             config: see :meth:`write_config`; None writes none.
             about: ``benchmark``, ``backbone`` and ``seed``, by which a run that gave no rows is known in a report.
             command: the command, by default :func:`current_command`.
-
-        Yields:
-            This folder.
         """
         self.start(config=config, about=about, command=command)
         try:
@@ -169,42 +157,23 @@ class RunFolder:
             self.write_config(config)
         self.write_versions(command=command)
         self._write_status(
-            RunStatus("running", about=dict(about or {}), started=_now(), host=socket.gethostname(), pid=os.getpid())
+            RunStatus("running", about=about or {}, started=_now(), host=socket.gethostname(), pid=os.getpid())
         )
 
     def finish(self, state: State = "done", reason: str = "") -> None:
-        """Write how the run ended; what the status knew before stays.
-
-        Args:
-            state: see :class:`RunStatus`.
-            reason: why it failed.
-        """
+        """Write how the run ended, and why; what the status knew before stays."""
         try:
             before = self.read_status()
         except (OSError, RunFolderError):
             before = RunStatus("running")
-        self._write_status(
-            RunStatus(
-                state,
-                " ".join(reason.split()),
-                before.about,
-                before.started,
-                _now(),
-                before.host or socket.gethostname(),
-                before.pid,
-            )
-        )
+        host = before.host or socket.gethostname()
+        self._write_status(replace(before, state=state, reason=" ".join(reason.split()), ended=_now(), host=host))
 
     def _write_status(self, status: RunStatus) -> None:
         self._write_json(STATUS, vars(status) | {"about": dict(status.about)})
 
     def read_status(self) -> RunStatus:
-        """How the run stands.
-
-        Raises:
-            FileNotFoundError: if the run has not written it.
-            RunFolderError: if the file is damaged.
-        """
+        """How the run stands. FileNotFoundError if it has not written it, RunFolderError if the file is damaged."""
         found = self._read_json(STATUS)
         state = found.get("state")
         if state not in get_args(State):
@@ -219,14 +188,8 @@ class RunFolder:
             **{name: str(found.get(name, "")) for name in ("reason", "started", "ended", "host")},
         )
 
-    # -- what it was run with -----------------------------------------------------------------------------------------
-
     def write_config(self, config: Any) -> None:
-        """Write the resolved config.
-
-        Args:
-            config: an OmegaConf config (its interpolations are resolved), a plain mapping, or YAML text.
-        """
+        """Write the config: of OmegaConf (its interpolations are resolved), a plain mapping, or YAML text."""
         if not isinstance(config, str):
             from omegaconf import OmegaConf
 
@@ -256,11 +219,7 @@ class RunFolder:
             raise RunFolderError(f"{self.file(name)} is not a text file (byte {error.start}).") from error
 
     def write_versions(self, *, command: str | None = None) -> None:
-        """Write the command and the versions of everything that takes part.
-
-        Args:
-            command: by default :func:`current_command`.
-        """
+        """Write the command (by default :func:`current_command`) and the versions of everything that takes part."""
         self._write_json(VERSIONS, {"command": command or current_command(), **collect_versions()})
 
     def read_versions(self) -> dict[str, Any]:
@@ -270,21 +229,14 @@ class RunFolder:
         except FileNotFoundError:
             return {}
 
-    # -- what came out ------------------------------------------------------------------------------------------------
-
     def write_rows(self, rows: Iterable[Row]) -> None:
         """Write the results, and apart from them the rows that are times."""
-        self._make()
         rows = list(rows)
-        write_rows((row for row in rows if row.metric not in SECONDS), self.file(ROWS))
-        write_rows((row for row in rows if row.metric in SECONDS), self.file(TIMINGS))
+        write_rows((row for row in rows if row.metric not in SECONDS), self._target(ROWS))
+        write_rows((row for row in rows if row.metric in SECONDS), self._target(TIMINGS))
 
     def read_rows(self) -> list[Row]:
-        """The results and the times; empty if there are none yet.
-
-        Raises:
-            rmd_plugin.compare.rows.RowsError: if a file is damaged.
-        """
+        """The results and the times; empty if there are none yet, RowsError if a file is damaged."""
         found = []
         for name in (ROWS, TIMINGS):
             with suppress(FileNotFoundError):
@@ -292,13 +244,8 @@ class RunFolder:
         return found
 
     def write_history(self, history: Iterable[Mapping[str, Any]]) -> None:
-        """Write ``OODMonitor.history``: rows with stage, epoch, step, detector, ood, metric and value.
-
-        Args:
-            history: the rows, in the order of time. Further keys are dropped.
-        """
-        self._make()
-        with replacing(self.file(HISTORY), newline="") as file:
+        """Write ``OODMonitor.history``: rows with stage, epoch, step, detector, ood, metric and value, and no more."""
+        with replacing(self._target(HISTORY), newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(_HISTORY_COLUMNS)
             for row in history:
@@ -320,43 +267,33 @@ class RunFolder:
         except FileNotFoundError:
             return []
         except (ValueError, KeyError, TypeError, csv.Error) as error:
-            raise RunFolderError(
-                f"{path} does not hold a history: {type(error).__name__} {_one_line(error)}"
-            ) from error
+            raise RunFolderError(f"{path} does not hold a history: {describe_error(error)}") from error
 
     def write_scores(self, scores: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Write scores: detector -> set -> array of shape (N,). See :mod:`rmd_plugin.report.scores`."""
-        from rmd_plugin.report.scores import write_scores
-
-        self._make()
-        write_scores(scores, self.file(SCORES))
+        """Write scores: detector -> set -> array of shape (N,)."""
+        write_scores(scores, self._target(SCORES))
 
     def read_scores(self) -> dict[str, dict[str, np.ndarray]]:
         """What :meth:`write_scores` wrote; empty if there is none."""
-        from rmd_plugin.report.scores import read_scores
-
         return read_scores(self.file(SCORES)) if self.file(SCORES).exists() else {}
 
     def write_directions(self, contributions: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Write what the directions of a detector contribute, summarised over the samples.
 
-        Args:
-            contributions: detector -> set (``test`` is the in-distribution one) -> terms of shape (N, r), as
-                ``detector.contributions(z)`` gives them.
+        ``contributions``: detector -> set -> terms of shape (N, r), as ``detector.contributions(z)`` gives them.
         """
-        from rmd_plugin.report.directions import write_directions
+        write_directions(contributions, self._target(DIRECTIONS))
 
-        self._make()
-        write_directions(contributions, self.file(DIRECTIONS))
+    def read_directions(self) -> dict[str, dict[str, Profile]]:
+        """What :meth:`write_directions` wrote; empty if there is none."""
+        return read_directions(self.file(DIRECTIONS)) if self.file(DIRECTIONS).exists() else {}
 
-    # -- files --------------------------------------------------------------------------------------------------------
-
-    def _make(self) -> None:
+    def _target(self, name: str) -> Path:
         self.path.mkdir(parents=True, exist_ok=True)
+        return self.file(name)
 
     def _write_text(self, name: str, text: str) -> None:
-        self._make()
-        with replacing(self.file(name)) as file:
+        with replacing(self._target(name)) as file:
             file.write(text)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:

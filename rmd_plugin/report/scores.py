@@ -20,12 +20,7 @@ _SEPARATOR = "//"
 
 
 def write_scores(scores: Scores, path: str | os.PathLike[str]) -> None:
-    """Write scores as a compressed ``.npz`` with arrays named ``detector//set``, in float32.
-
-    Args:
-        scores: detector -> set -> scores of shape (N,).
-        path: file to write.
-    """
+    """Write scores as a compressed ``.npz`` with arrays named ``detector//set``, in float32."""
     arrays = {}
     for detector, sets in scores.items():
         for name, values in sets.items():
@@ -33,21 +28,11 @@ def write_scores(scores: Scores, path: str | os.PathLike[str]) -> None:
                 raise ValueError(f"names must not hold {_SEPARATOR!r}, got {detector!r} and {name!r}.")
             arrays[f"{detector}{_SEPARATOR}{name}"] = np.asarray(values, dtype=np.float32)
     with replacing(path, "wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 
 def read_scores(path: str | os.PathLike[str]) -> dict[str, dict[str, np.ndarray]]:
-    """Read what :func:`write_scores` wrote; nothing in the file is executed.
-
-    Args:
-        path: the ``.npz`` file.
-
-    Returns:
-        detector -> set -> scores of shape (N,).
-
-    Raises:
-        ValueError: if the file does not hold scores.
-    """
+    """Read what :func:`write_scores` wrote; nothing in the file is executed. ValueError if it holds no scores."""
     scores: dict[str, dict[str, np.ndarray]] = {}
     try:
         # opened here: numpy leaves the file open if it is no archive

@@ -7,31 +7,28 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.text import Text
 
 from rmd_plugin.atomic import replacing
+from rmd_plugin.report.names import CYCLE, DASHES, LABELS, PALETTE, colour, label, line_style
 
-#: Okabe and Ito's colours, which people with any kind of colour vision tell apart
-PALETTE: Mapping[str, str] = {
-    "black": "#000000",
-    "orange": "#E69F00",
-    "sky": "#56B4E9",
-    "green": "#009E73",
-    "yellow": "#F0E442",
-    "blue": "#0072B2",
-    "vermilion": "#D55E00",
-    "purple": "#CC79A7",
-}
-#: for lines on white, strongest first; yellow is too faint there
-CYCLE = tuple(PALETTE[name] for name in ("vermilion", "blue", "green", "orange", "purple", "sky", "black"))
+__all__ = [
+    "BODY", "CYCLE", "DASHES", "DISTANCE_COLOURS", "ID_COLOUR", "LABELS", "PALETTE", "QUIET", "SLIDE", "SMALL", "TITLE",
+    "colour", "detector_style", "house_style", "label", "name_ends", "new_figure", "new_panels", "outline", "publish",
+    "quiet_grid", "save_figure",
+]  # fmt: skip
+
 #: the same meaning in every figure: in-distribution blue, near-OOD vermilion and its kin, far-OOD green and its kin
 ID_COLOUR = PALETTE["blue"]
 DISTANCE_COLOURS: Mapping[str, tuple[str, ...]] = {
@@ -40,7 +37,6 @@ DISTANCE_COLOURS: Mapping[str, tuple[str, ...]] = {
     "": (PALETTE["vermilion"], PALETTE["orange"], PALETTE["purple"]),
 }
 QUIET = "#9A9A9A"
-DASHES: tuple[tuple[int, tuple[float, ...]], ...] = ((0, ()), (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
 
 SLIDE = (10.0, 5.625)  # 16:9
 BODY, SMALL, TITLE = 14.0, 12.0, 16.0
@@ -63,6 +59,12 @@ _SETTINGS: dict[Any, Any] = {
 }
 
 
+def detector_style(detector: str) -> dict[str, Any]:
+    """How the line of a detector is drawn in every figure: ``color`` and ``linestyle`` for ``axes.plot``."""
+    colour, dash = line_style(detector)
+    return {"color": colour, "linestyle": dash}
+
+
 @contextmanager
 def house_style() -> Iterator[None]:
     """Settings for making and saving a figure; the caller's own come back afterwards."""
@@ -71,14 +73,21 @@ def house_style() -> Iterator[None]:
 
 
 def new_figure(size: tuple[float, float] = SLIDE) -> Figure:
-    """An empty figure with its own canvas, outside pyplot.
-
-    Args:
-        size: width and height in inches.
-    """
+    """An empty figure of so many inches with its own canvas, outside pyplot."""
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def new_panels(count: int, size: tuple[float, float], columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure of equal panels, at most ``columns`` beside each other, each of so many inches."""
+    columns = max(min(count, columns), 1)
+    lines = max(-(-count // columns), 1)
+    figure = new_figure((size[0] * columns, size[1] * lines))
+    grid = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes in grid[count:]:
+        axes.set_axis_off()
+    return figure, grid[:count]
 
 
 def quiet_grid(axes: Axes, *, axis: str = "both") -> None:
@@ -87,19 +96,43 @@ def quiet_grid(axes: Axes, *, axis: str = "both") -> None:
     axes.set_axisbelow(True)
 
 
+def outline(text: Text) -> None:
+    """A white rim, so that a name can be read across a line."""
+    text.set_path_effects([withStroke(linewidth=3, foreground="white")])
+
+
+def name_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Names to the right of the panel, at the heights of their lines' ends, moved apart where they would meet.
+
+    Args:
+        axes: the panel.
+        ends: height, name and colour of each line.
+    """
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top)
+    gap = 0.075 * (top - bottom)
+    order = sorted(ends, key=lambda end: end[0])
+    heights = [min(max(value, bottom), top) for value, _, _ in order]
+    for place in range(1, len(heights)):
+        heights[place] = max(heights[place], heights[place - 1] + gap)
+    # what was pushed above the panel comes back down, and pushes the ones below it
+    limit = top
+    for place in reversed(range(len(heights))):
+        heights[place] = min(heights[place], limit)
+        limit = heights[place] - gap
+    for height, (_, name, tint) in zip(heights, order, strict=True):
+        text = axes.annotate(
+            name, (1.015, height), xycoords=("axes fraction", "data"), color=tint, va="center", fontsize=SMALL,
+            fontweight="bold", annotation_clip=False,
+        )  # fmt: skip
+        outline(text)
+
+
 def save_figure(
     figure: Figure, stem: str | os.PathLike[str], *, formats: tuple[str, ...] = ("png", "pdf")
 ) -> list[Path]:
-    """Write a figure in several formats. Equal figures give equal files: no date is written.
-
-    Args:
-        figure: the figure.
-        stem: path without suffix.
-        formats: suffixes, among those that matplotlib knows.
-
-    Returns:
-        The files.
-    """
+    """Write a figure as ``stem.png`` and so on, and return the files. Equal figures give equal files."""
+    # without a date
     undated: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     paths = []
     for suffix in formats:
@@ -108,6 +141,29 @@ def save_figure(
             figure.savefig(file, format=suffix, dpi=160, metadata=undated.get(suffix))
         paths.append(path)
     return paths
+
+
+def publish(
+    figures: Mapping[str, Figure], folder: Path | None, loggers: Sequence[Any], *, prefix: str, step: int
+) -> None:
+    """Write figures as ``<name>.png`` to a folder, if there is one, and hand them to loggers as ``<prefix>/<name>``.
+
+    Loggers have ``log_image`` (Weights & Biases), or an experiment with ``add_figure`` (TensorBoard).
+    """
+    for name, figure in figures.items():
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_figure(figure, folder / name, formats=("png",))
+        for logger in loggers:
+            key = f"{prefix}/{name}"
+            if hasattr(logger, "log_image"):
+                canvas = FigureCanvasAgg(figure)
+                with house_style():
+                    canvas.draw()
+                logger.log_image(key, [np.asarray(canvas.buffer_rgba())], step=step)
+            else:
+                with house_style():
+                    logger.experiment.add_figure(key, figure, global_step=step, close=False)
 
 
 @contextmanager

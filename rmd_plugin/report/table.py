@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import html
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
+
+from rmd_plugin.report.document import render
+from rmd_plugin.report.names import label as detector_label
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -16,17 +19,15 @@ Align = Literal["left", "right"]
 
 @dataclass(frozen=True)
 class Cell:
-    """Text of one cell.
-
-    Attributes:
-        text: what it says.
-        bold: whether it is the best of its column.
-        detail: small print beside it, for example an interval.
-    """
+    """Text of one cell, bold if it is the best of its column, and small print beside it, for example an interval."""
 
     text: str
     bold: bool = False
     detail: str = ""
+
+
+#: where there is no number
+MISSING = Cell("–")
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table without a format.
-
-    Attributes:
-        columns: heads of the columns.
-        rows: cells, as many in each row as there are columns.
-        title: what it shows, on one line.
-        notes: remarks below it, one sentence each.
-    """
+    """A table without a format: heads, as many cells in each row, a title on one line, and notes, one sentence each."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
@@ -66,6 +60,39 @@ class Table:
         for number, row in enumerate(self.rows):
             if len(row) != len(self.columns):
                 raise ValueError(f"row {number} has {len(row)} cells, the table has {len(self.columns)} columns.")
+
+
+class DetectorTable:
+    """A table that grows column by column, its lines being detectors."""
+
+    def __init__(self, detectors: Sequence[str]) -> None:
+        self._columns = [Column("Detector", "left")]
+        self._cells: list[Sequence[Cell]] = [[Cell(detector_label(name)) for name in detectors]]
+
+    def add(self, column: Column, cells: Sequence[Cell]) -> None:
+        """Add a column with a cell for each detector."""
+        self._columns.append(column)
+        self._cells.append(cells)
+
+    def finish(self, title: str, notes: Sequence[str]) -> Table:
+        """The table so far."""
+        return Table(self._columns, list(zip(*self._cells, strict=True)), title=title, notes=notes)
+
+
+def number_cells(
+    values: Sequence[float],
+    show: Callable[[float], str],
+    details: Sequence[str] | None = None,
+    *,
+    best: Literal["highest", "lowest"] | None = None,
+) -> list[Cell]:
+    """Numbers as cells: NaN is a dash, and what reads like the best is bold, unless it stands alone."""
+    numbers = [value for value in values if not math.isnan(value)]
+    top = show(min(numbers) if best == "lowest" else max(numbers)) if best and len(numbers) > 1 else None
+    return [
+        MISSING if math.isnan(value) else Cell(show(value), bold=show(value) == top, detail=detail)
+        for value, detail in zip(values, details or [""] * len(values), strict=True)
+    ]
 
 
 def to_markdown(table: Table) -> str:
@@ -89,37 +116,18 @@ def to_markdown(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "±": r"$\pm$",
-    "–": "--",
-    "·": r"$\cdot$",
-    "α": r"$\alpha$",
-}
+_LATEX = str.maketrans(
+    {letter: f"\\{letter}" for letter in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}", "±": r"$\pm$", "–": "--", "·": r"$\cdot$", "α": r"$\alpha$"}
+)
 
 
 def to_latex(table: Table, *, label: str = "") -> str:
-    r"""The table in LaTeX: an environment ``table`` that needs the package ``booktabs`` only.
-
-    Args:
-        table: the table.
-        label: for ``\ref``, for example ``tab:clinc``.
-    """
+    r"""The table in LaTeX: an environment ``table``, with ``label`` for ``\ref``. It needs ``booktabs`` only."""
 
     def text(item: str) -> str:
-        return "".join(_LATEX.get(letter, letter) for letter in item)
+        return item.translate(_LATEX)
 
     def cell(item: Cell) -> str:
         main = rf"\textbf{{{text(item.text)}}}" if item.bold and item.text else text(item.text)
@@ -145,39 +153,15 @@ def to_html(table: Table) -> str:
     """The table as an HTML fragment without style: ``<figure class="table">`` with caption, table and notes.
 
     Classes for a style sheet: ``best`` (bold cells), ``detail`` (small print), ``left`` (names), ``wrap`` (long
-    paths), ``notes``.
+    paths), ``notes``, ``scroll`` (what a narrow screen scrolls).
     """
-
-    def cell(item: Cell, tag: str, column: Column) -> str:
-        wrapped = column.wrap and tag == "td"
-        classes = " ".join(["left"] * (column.align == "left") + ["wrap"] * wrapped + ["best"] * item.bold)
-        attributes = (' scope="col"' if tag == "th" else "") + (f' class="{classes}"' if classes else "")
-        main = html.escape(item.text)
-        main = f"<strong>{main}</strong>" if item.bold and main else main
-        detail = f' <span class="detail">{html.escape(item.detail)}</span>' if item.detail else ""
-        return f"<{tag}{attributes}>{main}{detail}</{tag}>"
-
-    heads = [cell(Cell(column.title, detail=column.detail), "th", column) for column in table.columns]
-    lines = ['<figure class="table">']
-    if table.title:
-        lines.append(f"<figcaption>{html.escape(table.title)}</figcaption>")
-    lines += ["<table>", f"<thead><tr>{''.join(heads)}</tr></thead>", "<tbody>"]
-    for row in table.rows:
-        cells = [cell(item, "td", column) for item, column in zip(row, table.columns, strict=True)]
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    lines += ["</tbody>", "</table>"]
-    if table.notes:
-        lines.append(f'<ul class="notes">{"".join(f"<li>{html.escape(note)}</li>" for note in table.notes)}</ul>')
-    return "\n".join([*lines, "</figure>"]) + "\n"
+    return render("table.html", table=table)
 
 
 def to_terminal(table: Table, *, width: int | None = None) -> Group:
     """The table for ``rich.print``: the best numbers in bold, the small print dim, the notes below.
 
-    Args:
-        table: the table.
-        width: columns of the terminal, by default of this one; where the table is wider, the small print goes below
-            the numbers.
+    Where it is wider than ``width`` columns, by default those of this terminal, the small print goes below the numbers.
     """
     from rich import box
     from rich.console import Console, Group

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rmd_plugin.compare.rows import ACCURACY, AUROC, FIT_SECONDS, FPR95, SCORE_SECONDS, Row, mean, select, unique
 from rmd_plugin.report.names import label
-from rmd_plugin.report.table import Cell, Column, Table
-
-_MISSING = Cell("–")
+from rmd_plugin.report.table import Column, DetectorTable, Table, number_cells
 
 
 def comparison_tables(rows: Sequence[Row]) -> list[Table]:
@@ -17,20 +15,13 @@ def comparison_tables(rows: Sequence[Row]) -> list[Table]:
 
     Detectors are ordered by their near-OOD mean (by the mean over all sets where no set is near), the best numbers of a
     column are bold, and what failed or was skipped stands in the notes with its reason.
-
-    Args:
-        rows: rows of one or several comparisons.
     """
     keys = list(dict.fromkeys((row.benchmark, row.backbone, row.seed) for row in rows))
     return [_comparison_table(select(rows, benchmark=b, backbone=n, seed=s), b, n, s) for b, n, s in keys]
 
 
 def near_far_means(rows: Iterable[Row], metric: str = AUROC) -> dict[str, dict[str, float]]:
-    """Mean of a metric over the near and over the far OOD sets.
-
-    Args:
-        rows: rows of one benchmark, backbone and seed.
-        metric: name of the metric.
+    """Mean of a metric over the near, the far and all OOD sets of one benchmark, backbone and seed.
 
     Returns:
         detector -> ``near``, ``far`` and ``all`` -> mean; NaN where there is no such set or one of them failed.
@@ -63,57 +54,45 @@ def ranking(rows: Iterable[Row]) -> list[str]:
 
 def _comparison_table(rows: list[Row], benchmark: str, backbone: str, seed: int) -> Table:
     detectors = ranking(rows)
-    sets = _ood_sets(rows)
-    columns, cells = [Column("Detector", "left")], [[Cell(label(name)) for name in detectors]]
-
-    def add(
-        column: Column, values: Sequence[float], details: Sequence[str] | None = None, *, best: float | None
-    ) -> None:
-        columns.append(column)
-        texts = [percent(value) for value in values]
-        details = details or [""] * len(values)
-        cells.append(
-            [
-                Cell(text, bold=best is not None and text == percent(best), detail=detail) if text else _MISSING
-                for text, detail in zip(texts, details, strict=True)
-            ]
-        )
-
-    for name, distance in sets:
-        mine = {row.detector: row for row in select(rows, metric=AUROC, ood=name) if row.ok}
+    sets = ood_sets(rows)
+    table = DetectorTable(detectors)
+    for name, distance in sets.items():
+        mine = {row.detector: row for row in select(rows, metric=AUROC, ood=name, status="ok")}
         values = [mine[detector].value if detector in mine else math.nan for detector in detectors]
         details = [interval(mine[detector]) if detector in mine else "" for detector in detectors]
-        title = name if len(sets) > 1 else f"AUROC, {name}"
-        add(Column(title, detail=f"({distance})" if distance else ""), values, details, best=_best(values))
+        column = Column(name if len(sets) > 1 else f"AUROC, {name}", detail=f"({distance})" if distance else "")
+        table.add(column, number_cells(values, percent, details, best="highest"))
     means = near_far_means(rows)
     for distance in ("near", "far"):
-        if len(sets) > 1 and any(found == distance for _, found in sets):
+        if len(sets) > 1 and distance in sets.values():
             values = [means[detector][distance] for detector in detectors]
-            add(Column(f"{distance} mean"), values, best=_best(values))
+            table.add(Column(f"{distance} mean"), number_cells(values, percent, best="highest"))
     fpr = near_far_means(rows, FPR95)
-    which = "near" if any(distance == "near" for _, distance in sets) else "all"
+    which = "near" if "near" in sets.values() else "all"
     values = [fpr.get(detector, {}).get(which, math.nan) for detector in detectors]
-    title = "FPR95" if len(sets) == 1 else f"FPR95, {which}"
-    add(Column(title), values, best=_best(values, lowest=True))
+    table.add(Column("FPR95" if len(sets) == 1 else f"FPR95, {which}"), number_cells(values, percent, best="lowest"))
     for title, metric in (("fit", FIT_SECONDS), ("score", SCORE_SECONDS)):
-        times = {row.detector: row.value for row in select(rows, metric=metric) if row.ok}
-        columns.append(Column(title, detail="(s)"))
-        cells.append([Cell(seconds(times[detector])) if detector in times else _MISSING for detector in detectors])
+        times = {row.detector: row.value for row in select(rows, metric=metric, status="ok")}
+        values = [times.get(detector, math.nan) for detector in detectors]
+        table.add(Column(title, detail="(s)"), number_cells(values, seconds))
     heading = f"{benchmark}, {backbone}, seed {seed}: AUROC in %"
     if any(not math.isnan(row.low) for row in rows):
         heading += " with 95 % bootstrap interval"
-    return Table(columns, list(zip(*cells, strict=True)), title=heading, notes=_notes(rows))
+    return table.finish(heading, _notes(rows))
 
 
-def _ood_sets(rows: list[Row]) -> list[tuple[str, str]]:
-    names = unique((row for row in rows if row.metric == AUROC), "ood")
-    return [(name, next(row.distance for row in rows if row.ood == name)) for name in names]
+def ood_sets(rows: Iterable[Row]) -> dict[str, str]:
+    """OOD sets that detectors were rated on, in the order of the rows -> ``near``, ``far`` or empty."""
+    found: dict[str, str] = {}
+    for row in rows:
+        if row.metric == AUROC and row.ood:
+            found.setdefault(row.ood, row.distance)
+    return found
 
 
-def _best(values: Sequence[float], *, lowest: bool = False) -> float | None:
-    numbers = [value for value in values if not math.isnan(value)]
-    # one number alone is not the best of anything
-    return (min(numbers) if lowest else max(numbers)) if len(numbers) > 1 else None
+def set_title(name: str, distances: Mapping[str, str]) -> str:
+    """Name of an OOD set with its distance, where that is known."""
+    return f"{name} ({distances[name]})" if distances.get(name) else name
 
 
 def _notes(rows: list[Row]) -> list[str]:

@@ -64,7 +64,7 @@ def test_streams_of_different_purposes_are_independent_and_repeatable():
         stream(-1, "a")
 
 
-def test_digits_have_the_known_counts_and_every_image_is_used_once():
+def test_digits_have_the_published_counts_and_every_image_is_used_once():
     benchmark = Digits()
     assert [len(s) for s in (benchmark.train_set(), benchmark.val_set(), benchmark.test_in)] == [650, 217, 216]
     assert (benchmark.num_classes, benchmark.class_names) == (6, list("012345"))
@@ -120,8 +120,8 @@ def test_the_paper_s_simulation_gives_the_auroc_that_theory_predicts_for_the_mah
         first = torch.minimum((x[:, 0] + 1).abs(), (x[:, 0] - 1).abs()) ** 2
         return (first + (x[:, 1:] ** 2).sum(1)) / 0.25**2
 
-    known, unknown = distance(benchmark.test_in), distance(benchmark.test_oods[0])
-    auroc = (unknown[:, None] > known[None]).double().mean().item()
+    inside, outside = distance(benchmark.test_in), distance(benchmark.test_oods[0])
+    auroc = (outside[:, None] > inside[None]).double().mean().item()
     # chi-squared against non-central chi-squared with (2 / 0.25)^2, both nearly normal: the paper reports 83.13 %
     theory = norm.cdf(64 / np.sqrt(4 * 1024 + 4 * 64))
     assert theory == pytest.approx(0.8313, abs=0.01)
@@ -204,13 +204,12 @@ def test_test_sets_follow_the_framework_s_contract(make):
     assert isinstance(benchmark, OODBenchmark)
     both = benchmark.test_sets()
     assert len(both) == len(benchmark.ood_names) == len(benchmark.distance)
-    (known,) = benchmark.test_sets(unknown=False)
-    unknown = benchmark.test_sets(known=False)
-    for mixed, ood in zip(both, unknown, strict=True):
+    (inside,) = benchmark.test_sets(unknown=False)
+    for mixed, ood in zip(both, benchmark.test_sets(known=False), strict=True):
         labels = [label for _, label in mixed]
-        assert labels == [label for _, label in known] + [label for _, label in ood]
+        assert labels == [label for _, label in inside] + [label for _, label in ood]
         assert all(type(label) is int for label in labels)
-        assert max(label for _, label in ood) < 0 <= min(label for _, label in known)
+        assert max(label for _, label in ood) < 0 <= min(label for _, label in inside)
     with pytest.raises(ValueError, match="known=True or unknown=True"):
         benchmark.test_sets(known=False, unknown=False)
 

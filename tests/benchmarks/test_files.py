@@ -1,16 +1,12 @@
 """Other people's files: read strictly, never unpickled, refused with file, place and reason; downloads and archives."""
 
 import contextlib
-import functools
 import hashlib
-import http.server
 import io
 import json
 import os
 import pickle
 import shutil
-import tarfile
-import threading
 import zipfile
 
 import numpy as np
@@ -20,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rmd_plugin.benchmarks import ChecksumError, DataFormatError, DataNotFoundError, DownloadError
-from rmd_plugin.benchmarks.archives import extract
-from rmd_plugin.benchmarks.download import Remote, fetch
-from rmd_plugin.benchmarks.files import check_hash, read_json, read_npy, read_npz, read_pt, resolve_data_dir, safe_name
+from rmd_plugin.benchmarks.readers.arrays import read_npy, read_npz, read_pt
+from rmd_plugin.benchmarks.readers.downloads import fetch, resolve_data_dir, unzip
+from rmd_plugin.benchmarks.readers.text import read_json
 
 FUZZ = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -133,19 +129,11 @@ def test_arrays_come_back_as_they_were_saved(tmp_path):
 def test_a_truncated_npz_is_refused_with_the_place_where_it_ends(tmp_path, save):
     save(tmp_path / "whole.npz", first=np.arange(50), second=np.arange(100))
     whole, path = (tmp_path / "whole.npz").read_bytes(), tmp_path / "cut.npz"
-    with zipfile.ZipFile(tmp_path / "whole.npz") as archive:
-        start, index = archive.getinfo("second.npy").header_offset, archive.start_dir
-    for size, offset, reason in (
-        (start - 1, start - 1, "ends inside array 'first', which starts at byte 0"),
-        (start + 10, start + 10, f"ends inside the member that starts at byte {start}"),
-        (index - 1, index - 1, f"ends inside array 'second', which starts at byte {start}"),
-        (index + 5, index, "the index after its arrays"),
-        (0, 0, "not a readable npz"),
-    ):
+    for size in (0, 10, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(DataFormatError, match=reason) as caught:
+        with pytest.raises(DataFormatError, match=f"not a readable npz.*it ends at byte {size}") as caught:
             read_npz(path)
-        assert caught.value.offset == offset
+        assert caught.value.offset == size
 
 
 def test_pickled_objects_in_npz_npy_and_pt_are_refused_and_never_run(tmp_path):
@@ -247,51 +235,7 @@ def test_fuzzed_npy_and_pt_are_refused_or_read_without_any_other_error(data, tmp
     assert found is None or isinstance(found, np.ndarray | dict)
 
 
-# names, hashes, downloads, archives
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "../a", "/etc/passwd", "a/b", "a\\b", "C:a", "a\0b"])
-def test_listed_names_that_lead_elsewhere_are_refused(name):
-    with pytest.raises(DataFormatError, match="plain name"):
-        safe_name(name, "classes.tsv")
-    assert safe_name("genome.fna.gz", "classes.tsv") == "genome.fna.gz"
-
-
-def test_a_hash_is_checked_against_hashlib(tmp_path):
-    path = tmp_path / "a"
-    path.write_bytes(b"x" * 3_000_000)
-    check_hash(path, hashlib.sha256(path.read_bytes()).hexdigest())
-    check_hash(path, hashlib.md5(path.read_bytes()).hexdigest().upper(), "md5")
-    with pytest.raises(ChecksumError, match="its sha256 is"):
-        check_hash(path, "0" * 64)
-
-
-@pytest.fixture
-def server(tmp_path):
-    """A web server on this machine over a folder of its own."""
-    folder = tmp_path / "served"
-    folder.mkdir()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *args):
-            pass
-
-        def do_GET(self):
-            if self.path.endswith("short"):  # announces more than it sends
-                self.send_response(200)
-                self.send_header("Content-Length", "1000")
-                self.end_headers()
-                self.wfile.write(b"only this")
-            else:
-                super().do_GET()
-
-    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
-    thread = threading.Thread(target=web.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield folder, f"http://127.0.0.1:{web.server_port}"
-    web.shutdown()
-    web.server_close()
-    thread.join()
+# downloads, archives
 
 
 def test_a_download_arrives_whole_and_is_not_fetched_twice(server, tmp_path):
@@ -299,52 +243,35 @@ def test_a_download_arrives_whole_and_is_not_fetched_twice(server, tmp_path):
     (folder / "a.bin").write_bytes(b"content" * 1000)
     sha = hashlib.sha256(b"content" * 1000).hexdigest()
     target = tmp_path / "new" / "a.bin"
-    assert fetch(Remote(f"{url}/a.bin", sha), target, progress=False) == target
+    assert fetch(f"{url}/a.bin", sha, target) == target
     assert target.read_bytes() == b"content" * 1000
     (folder / "a.bin").unlink()
-    fetch(Remote(f"{url}/a.bin", sha), target, progress=False)
+    fetch(f"{url}/a.bin", sha, target)
     target.write_bytes(b"damaged since")
     with pytest.raises(ChecksumError, match="published one"):
-        fetch(Remote(f"{url}/a.bin", sha), target, progress=False)
+        fetch(f"{url}/a.bin", sha, target)
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "error", "reason"),
+    ("name", "error", "reason"),
     [
-        ("a.bin", None, ChecksumError, "Not kept"),
-        ("a.bin", 3, DownloadError, "more than the expected 3 bytes"),
-        ("gone.bin", None, DownloadError, "404"),
-        ("short", None, DownloadError, "9 of 1000 bytes|IncompleteRead"),
+        ("a.bin", ChecksumError, "Not kept"),
+        ("gone.bin", DownloadError, "404"),
+        ("short", (ChecksumError, DownloadError), "Not kept|IncompleteRead"),
     ],
 )
-def test_a_failed_download_is_one_clear_error_and_leaves_nothing_behind(server, tmp_path, name, size, error, reason):
+def test_a_failed_download_is_one_clear_error_and_leaves_nothing_behind(server, tmp_path, name, error, reason):
     folder, url = server
     (folder / "a.bin").write_bytes(b"other content")
     target = tmp_path / "new" / "a.bin"
     with pytest.raises(error, match=reason):
-        fetch(Remote(f"{url}/{name}", "0" * 64, size=size), target, progress=False)
+        fetch(f"{url}/{name}", "0" * 64, target)
     assert list(target.parent.iterdir()) == []
 
 
-def test_unreachable_servers_and_other_protocols_are_refused(server, tmp_path):
+def test_an_unreachable_server_is_one_clear_error(tmp_path):
     with pytest.raises(DownloadError, match="Download it by hand"):
-        fetch(Remote("http://127.0.0.1:9/a", "0" * 64), tmp_path / "a", progress=False, timeout=2)
-    (tmp_path / "b").write_text("x")
-    with pytest.raises(DownloadError, match="only https and http"):
-        fetch(Remote((tmp_path / "b").as_uri(), "0" * 64), tmp_path / "a", progress=False)
-
-
-def tar_of(path, *members):
-    with tarfile.open(path, "w:gz") as archive:
-        for member, content in members:
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-
-
-def tar_member(name, kind=tarfile.REGTYPE, link=""):
-    member = tarfile.TarInfo(name)
-    member.type, member.linkname = kind, link
-    return member
+        fetch("http://127.0.0.1:9/a", "0" * 64, tmp_path / "a")
 
 
 def zip_of(path, **members):
@@ -357,31 +284,29 @@ def unpacked(folder):
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_good_archives_are_unpacked_and_a_folder_of_a_faster_job_is_kept(tmp_path):
-    tar_of(tmp_path / "a.tar.gz", (tar_member("top/x.txt"), b"tar"), (tar_member("top/sub/y.txt"), b""))
-    zip_of(tmp_path / "b.zip", **{"z.txt": b"zip", "folder/": b""})
+def test_a_good_archive_is_unpacked_and_what_a_faster_job_unpacked_is_kept(tmp_path):
+    zip_of(tmp_path / "b.zip", **{"z.txt": b"zip", "top/x.txt": b"x", "top/sub/y.txt": b"", "folder/": b""})
     into = tmp_path / "into"
-    extract(tmp_path / "a.tar.gz", into)
-    extract(tmp_path / "b.zip", into)
-    assert unpacked(into) == {"top/x.txt": b"tar", "top/sub/y.txt": b"", "z.txt": b"zip"}
+    unzip(tmp_path / "b.zip", into)
+    assert unpacked(into) == {"z.txt": b"zip", "top/x.txt": b"x", "top/sub/y.txt": b""}
     (into / "top" / "x.txt").write_bytes(b"in use by another job")
-    extract(tmp_path / "a.tar.gz", into)
+    unzip(tmp_path / "b.zip", into)
     assert (into / "top" / "x.txt").read_bytes() == b"in use by another job"
-    assert sorted(path.name for path in into.iterdir()) == ["top", "z.txt"]
+    assert sorted(path.name for path in into.iterdir()) == ["folder", "top", "z.txt"]
 
 
 def test_a_disk_that_cannot_be_written_is_one_clear_error(tmp_path, monkeypatch):
     zip_of(tmp_path / "b.zip", x=b"zip")
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(DownloadError, match=r"could not unpack .*b\.zip into .*file"):
-        extract(tmp_path / "b.zip", tmp_path / "file")
+        unzip(tmp_path / "b.zip", tmp_path / "file")
 
     def full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(DownloadError, match=r"No space left on device.*free space"):
-        extract(tmp_path / "b.zip", tmp_path / "into")
+        unzip(tmp_path / "b.zip", tmp_path / "into")
     assert list((tmp_path / "into").iterdir()) == []
 
 
@@ -392,68 +317,34 @@ def test_fuzzed_archives_are_refused_or_unpacked_inside_the_folder(data, tmp_pat
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "into").mkdir(parents=True)
     path = folder / "archive"
-    if data.draw(st.booleans()):
-        tar_of(path, (tar_member("top/x"), b"content" * 30), (tar_member("y"), b"more"))
-    else:
-        zip_of(path, **{"top/x": b"content" * 30, "y": b"more"})
+    zip_of(path, **{"top/x": b"content" * 30, "y": b"more"})
     path.write_bytes(damage(data, path.read_bytes()))
-    with contextlib.suppress(DataFormatError):
-        extract(path, folder / "into")
+    with contextlib.suppress(DataFormatError, DownloadError):  # an offset outside the file is an OSError
+        unzip(path, folder / "into")
     assert {item.name for item in folder.iterdir()} == {"archive", "into"}
     # contents carry checksums; names in a zip do not
     assert set(unpacked(folder / "into").values()) <= {b"content" * 30, b"more"}
 
 
-@pytest.mark.parametrize(
-    "member",
-    [
-        tar_member("../evil"),
-        tar_member("ok/../../evil"),
-        tar_member("/tmp/evil"),
-        tar_member("..\\evil"),
-        tar_member("link", tarfile.SYMTYPE, "/etc"),
-        tar_member("link", tarfile.LNKTYPE, "../evil"),
-        tar_member("pipe", tarfile.FIFOTYPE),
-        tar_member("device", tarfile.CHRTYPE),
-    ],
-    ids=lambda member: f"{member.name}-{member.type.decode()}",
-)
-def test_tar_members_that_lead_out_of_the_folder_are_refused_before_anything_is_written(tmp_path, member):
-    tar_of(tmp_path / "a.tar.gz", (tar_member("good"), b"x"), (member, b""))
-    with pytest.raises(DataFormatError, match="refused"):
-        extract(tmp_path / "a.tar.gz", tmp_path / "into")
-    assert list((tmp_path / "into").iterdir()) == []
-    assert not (tmp_path / "evil").exists()
-
-
 @pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "a/../../evil", "link"])
-def test_zip_members_that_lead_out_of_the_folder_are_refused(tmp_path, name):
+def test_archive_members_never_leave_the_folder_and_are_never_links(tmp_path, name):
     info = zipfile.ZipInfo(name)
     if name == "link":
         info.external_attr = 0o120777 << 16
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr(info, "/etc/passwd")
-    with pytest.raises(DataFormatError, match="refused"):
-        extract(tmp_path / "a.zip", tmp_path / "into")
-    assert list((tmp_path / "into").iterdir()) == []
+    unzip(tmp_path / "a.zip", tmp_path / "into")
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["a.zip", "into"]
+    (found,) = (path for path in (tmp_path / "into").rglob("*") if not path.is_dir())
+    assert found.is_file()
+    assert not found.is_symlink()
 
 
-def test_members_that_clash_are_refused(tmp_path):
-    tar_of(tmp_path / "a.tar.gz", (tar_member("x"), b"one"), (tar_member("x"), b"two"))
-    tar_of(tmp_path / "b.tar.gz", (tar_member("x"), b"one"), (tar_member("x/y"), b"two"))
-    for name in ("a.tar.gz", "b.tar.gz"):
-        with pytest.raises(DataFormatError, match="clashes with another one"):
-            extract(tmp_path / name, tmp_path / "into")
-
-
-def test_archives_that_are_too_large_or_truncated_are_refused(tmp_path):
-    content = np.random.default_rng(0).bytes(5000)
-    tar_of(tmp_path / "a.tar.gz", (tar_member("x"), content))
-    with pytest.raises(DataFormatError, match="unpacks to 5000 bytes, more than the 100"):
-        extract(tmp_path / "a.tar.gz", tmp_path / "into", max_bytes=100)
-    whole = (tmp_path / "a.tar.gz").read_bytes()
-    for cut in (0, 10, 1000, len(whole) - 600):
-        (tmp_path / "a.tar.gz").write_bytes(whole[:cut])
-        with pytest.raises(DataFormatError, match="not a readable tar or zip"):
-            extract(tmp_path / "a.tar.gz", tmp_path / "into")
+def test_a_truncated_archive_is_refused(tmp_path):
+    zip_of(tmp_path / "a.zip", x=np.random.default_rng(0).bytes(5000))
+    whole = (tmp_path / "a.zip").read_bytes()
+    for cut in (0, 10, 1000, len(whole) - 10):
+        (tmp_path / "a.zip").write_bytes(whole[:cut])
+        with pytest.raises(DataFormatError, match="not a readable zip"):
+            unzip(tmp_path / "a.zip", tmp_path / "into")
     assert list((tmp_path / "into").iterdir()) == []

@@ -2,6 +2,7 @@
 
 import gzip
 import struct
+import sys
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rmd_plugin.benchmarks import DataFormatError
-from rmd_plugin.benchmarks.fasta import encode_bases, read_fasta
-from rmd_plugin.benchmarks.tfrecord import crc32c, mask_crc, parse_example, read_examples, read_records
+from rmd_plugin.benchmarks.readers import tfrecord
+from rmd_plugin.benchmarks.readers.fasta import encode_bases, read_fasta
+from rmd_plugin.benchmarks.readers.tfrecord import parse_example, read_examples, read_records
 
 FUZZ = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -106,42 +108,20 @@ def encode(**features) -> bytes:
 # CRC
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [  # the vectors of RFC 3720, B.4, and the usual check value
-        (bytes(32), 0x8A9136AA),
-        (b"\xff" * 32, 0x62A8AB43),
-        (bytes(range(32)), 0x46DD794E),
-        (bytes(range(31, -1, -1)), 0x113FDB5C),
-        (b"123456789", 0xE3069283),
-        (b"", 0),
-    ],
-)
-def test_crc32c_of_published_vectors(data, expected):
-    assert bitwise_crc32c(data) == expected
-    found = crc32c(np.frombuffer(data, np.uint8), np.array([0]), np.array([len(data)]))
-    assert found.tolist() == [expected]
+def test_the_checksum_of_this_file_is_the_published_one():
+    assert bitwise_crc32c(b"123456789") == 0xE3069283  # the usual check value
+    assert bitwise_crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
 
 
-@FUZZ
-@given(st.lists(st.binary(max_size=40), min_size=1, max_size=30))
-def test_crc32c_of_many_pieces_at_once_equals_the_bitwise_definition(pieces):
-    lengths = np.array([len(piece) for piece in pieces])
-    starts = np.cumsum(lengths) - lengths
-    buffer = np.frombuffer(b"".join(pieces), np.uint8)
-    assert crc32c(buffer, starts, lengths).tolist() == [bitwise_crc32c(piece) for piece in pieces]
-
-
-def test_crc32c_runs_over_more_pieces_than_one_batch_of_lanes():
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(0, 5, size=10_000)
-    starts = rng.integers(0, 95, size=10_000)
-    buffer = rng.integers(0, 256, size=100, dtype=np.uint8)
-    found = crc32c(buffer, starts, lengths)
-    for lane in range(0, 10_000, 97):
-        piece = buffer[starts[lane] : starts[lane] + lengths[lane]].tobytes()
-        assert found[lane] == bitwise_crc32c(piece)
-    assert mask_crc(np.array([bitwise_crc32c(b"a")])).astype("<u4").tobytes() == masked(b"a")
+@pytest.mark.parametrize("package", ["google_crc32c", "google.protobuf.descriptor_pb2"])
+def test_without_its_packages_the_reader_names_the_extra(tmp_path, monkeypatch, package):
+    (tmp_path / "a.tfrecord").write_bytes(record(encode(x=[1])))
+    tfrecord.example_class.cache_clear()
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        ImportError, match=r'TFRecord.* pip install "rmd-plugin\[genomics\]".* pip install -e "\.\[genom'
+    ):
+        list(read_examples(tmp_path / "a.tfrecord", ["x"]))
 
 
 # records
@@ -151,12 +131,12 @@ def test_records_come_back_with_their_offsets(tmp_path):
     path = tmp_path / "a.tfrecord"
     contents = [b"first", b"", b"x" * 700]
     path.write_bytes(b"".join(map(record, contents)))
-    found = read_records(path)
+    found = list(read_records(path))
     assert [data for _, data in found] == contents
     whole = path.read_bytes()
     assert all(whole[offset : offset + len(data)] == data for offset, data in found)
     path.write_bytes(b"")
-    assert read_records(path) == []
+    assert list(read_records(path)) == []
 
 
 @FUZZ
@@ -169,10 +149,10 @@ def test_a_truncated_record_file_is_refused_at_the_record_that_was_cut(tmp_path,
     path.write_bytes(whole[:cut])
     boundaries = [0, 26, 62]
     if cut in boundaries:
-        assert len(read_records(path)) == boundaries.index(cut)
+        assert len(list(read_records(path))) == boundaries.index(cut)
         return
     with pytest.raises(DataFormatError, match="truncated") as caught:
-        read_records(path)
+        list(read_records(path))
     assert caught.value.offset == max(at for at in boundaries if at < cut)
 
 
@@ -184,7 +164,7 @@ def test_any_changed_byte_of_a_record_file_is_noticed_at_its_record(tmp_path, at
     whole[at] ^= change
     path.write_bytes(bytes(whole))
     with pytest.raises(DataFormatError, match=r"checksum of a record's (length|data) is wrong") as caught:
-        read_records(path)
+        list(read_records(path))
     start = max(s for s in (0, 26, 62) if s <= at)
     assert caught.value.offset in (start, start + 12)
 
@@ -193,11 +173,11 @@ def test_a_record_of_implausible_length_is_refused_even_with_good_checksums(tmp_
     path = tmp_path / "a.tfrecord"
     path.write_bytes(record(b"x" * 101))
     with pytest.raises(DataFormatError, match="a record of 101 bytes; at most 100"):
-        read_records(path, max_record=100)
+        list(read_records(path, max_record=100))
     length = struct.pack("<Q", 1 << 62)
     path.write_bytes(length + masked(length) + b"x" * 50)
     with pytest.raises(DataFormatError, match="a record of 4611686018427387904 bytes"):
-        read_records(path)
+        list(read_records(path))
 
 
 @FUZZ
@@ -206,7 +186,7 @@ def test_garbage_is_never_a_record_file(tmp_path, garbage):
     path = tmp_path / "a.tfrecord"
     path.write_bytes(garbage)
     with pytest.raises(DataFormatError) as caught:
-        read_records(path)
+        list(read_records(path))
     assert caught.value.offset is not None
 
 
@@ -240,46 +220,36 @@ def test_numbers_that_are_not_packed_are_read_too():
 
 @FUZZ
 @given(data=st.data())
-def test_fuzzed_messages_are_parsed_or_refused_with_an_offset(data):
+def test_fuzzed_messages_are_parsed_or_refused_as_examples(data):
     message = encode(x=[b"0 1 2 3"], y=[7], z=[1.5])
     at = data.draw(st.integers(0, len(message) - 1))
     piece = data.draw(st.binary(max_size=6))
     damaged = message[:at] + piece + message[at + data.draw(st.integers(0, 6)) :]
     try:
         found = parse_example(damaged)
-    except ValueError as error:
-        reason, offset = error.args
-        assert reason.startswith("not a tf.train.Example")
-        assert 0 <= offset <= len(damaged) + 1
-    else:
-        # whatever is accepted is accepted by protobuf with the same meaning
-        message = Example()
-        message.ParseFromString(damaged)
-        assert set(found) == set(message.features.feature)
+    except ValueError:
+        with pytest.raises(ValueError, match=r"^not a tf\.train\.Example"):
+            parse_example(damaged)
+        return
+    # whatever is accepted is accepted by protobuf's own map with the same meaning
+    message = Example()
+    message.ParseFromString(damaged)
+    assert set(found) == set(message.features.feature)
 
 
 @pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        (b"\x0a", "truncated inside a varint"),
-        (b"\x0a\x05\x0a", "reaches beyond"),
-        (b"\x12\x00", "not part of Example"),
-        (b"\x08\x01", "not part of Example"),
-        (b"\x0b", "wire type 3"),
-        (b"\x0a" + b"\xff" * 10 + b"\x01", "more than ten bytes"),
-        (b"\x0a\x02\x0a\x00", "lacks its name"),
-        (b"\x0a\x06\x0a\x04\x0a\x02\xff\xff", "not UTF-8"),
-        (encode(a=[1]) + encode(a=[2]), "'a' occurs twice"),
-    ],
+    "message",
+    [b"\x0a", b"\x0a\x05\x0a", b"\x0b", b"\x0a" + b"\xff" * 10 + b"\x01", encode(a=[1]) + encode(a=[2])],
+    ids=["cut", "too long", "open group", "long varint", "twice"],
 )
-def test_malformed_messages_are_refused_with_the_reason(tmp_path, message, reason):
-    with pytest.raises(ValueError, match=reason):
+def test_malformed_messages_are_refused_with_the_place_of_their_record(tmp_path, message):
+    with pytest.raises(ValueError, match=r"not a tf\.train\.Example"):
         parse_example(message)
     path = tmp_path / "a.tfrecord"
     path.write_bytes(record(encode(x=[1])) + record(message))
-    with pytest.raises(DataFormatError, match=reason) as caught:
+    with pytest.raises(DataFormatError, match=r"not a tf\.train\.Example") as caught:
         list(read_examples(path, ["x"]))
-    assert caught.value.offset >= len(record(encode(x=[1])))
+    assert caught.value.offset == len(record(encode(x=[1]))) + 12
 
 
 def test_examples_give_the_features_asked_for_in_that_order(tmp_path):

@@ -9,18 +9,20 @@ import struct
 import zipfile
 from collections import Counter
 
+import google_crc32c
 import numpy as np
 import pytest
 import torch
 from pytorch_ood.detector import KNN, Mahalanobis
 from torch.utils.data import DataLoader
 
-from rmd_plugin.benchmarks import DataFormatError, DataNotFoundError, Genomics, download, genomics
-from rmd_plugin.benchmarks.genomes import GenomeFolder, read_classes
-from rmd_plugin.benchmarks.genomics import one_hot, read_tfrecord_reads
-from rmd_plugin.benchmarks.tfrecord import crc32c, mask_crc, read_examples
+from rmd_plugin.benchmarks import DataFormatError, DataNotFoundError, Genomics, genomics
+from rmd_plugin.benchmarks.genomics import one_hot
+from rmd_plugin.benchmarks.readers.genomes import GenomeFolder, read_classes
+from rmd_plugin.benchmarks.readers.reads import read_tfrecord_reads
+from rmd_plugin.benchmarks.readers.tfrecord import read_examples
 
-ID_GENERA = [f"Known{letter}" for letter in "ABCDEFGHIJ"]
+ID_GENERA = [f"Inside{letter}" for letter in "ABCDEFGHIJ"]
 TRAIN, VAL, TEST = "before_2011_in_tr", "between_2011-2016_in_val", "after_2016_in_test"
 OOD_VAL, OOD_TEST = "between_2011-2016_ood_val", "after_2016_ood_test"
 
@@ -48,15 +50,14 @@ def encode(read, label):
 
 
 def records(contents):
-    """TFRecord framing, the checksums of all records at once."""
+    """TFRecord framing with masked checksums."""
+
+    def masked(piece):
+        crc = google_crc32c.value(piece)
+        return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
     lengths = [struct.pack("<Q", len(content)) for content in contents]
-
-    def masked(parts):
-        sizes = np.array([len(part) for part in parts])
-        crc = crc32c(np.frombuffer(b"".join(parts), np.uint8), np.cumsum(sizes) - sizes, sizes)
-        return [value.tobytes() for value in mask_crc(crc).astype("<u4")]
-
-    framed = zip(lengths, masked(lengths), contents, masked(contents), strict=True)
+    framed = zip(lengths, map(masked, lengths), contents, map(masked, contents), strict=True)
     return b"".join(b"".join(parts) for parts in framed)
 
 
@@ -66,7 +67,7 @@ def make_reads(labels, seed):
 
 def write_published(folder, splits, kind="tfrecord", shards=2):
     folder.mkdir(parents=True, exist_ok=True)
-    names = ID_GENERA + [f"Unknown{number}" for number in range(20)]
+    names = ID_GENERA + [f"Outside{number}" for number in range(20)]
     written = {}
     for seed, split in enumerate(splits):
         labels = np.tile(np.arange(10, 16) if "ood" in split else np.arange(10), 6)
@@ -205,9 +206,9 @@ def test_a_label_dict_of_another_form_is_refused(tmp_path, labels):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("ACGT\tKnownA\tx\tin", "a read of 4 letters, 250 are expected"),
-        ("A" * 250 + "\tKnownA\tx", "has 3 cells"),
-        ("!" * 250 + "\tKnownA\tx\tin", "letters that are no bases"),
+        ("ACGT\tInsideA\tx\tin", "a read of 4 letters, 250 are expected"),
+        ("A" * 250 + "\tInsideA\tx", "has 3 cells"),
+        ("!" * 250 + "\tInsideA\tx\tin", "letters that are no bases"),
     ],
 )
 def test_text_tables_of_another_form_are_refused_with_the_offset_of_the_line(tmp_path, line, reason):
@@ -221,7 +222,7 @@ def test_text_tables_of_another_form_are_refused_with_the_offset_of_the_line(tmp
     assert caught.value.offset == offset
 
 
-def test_download_fetches_the_archive_by_its_hash_and_unpacks_it(tmp_path, monkeypatch):
+def test_download_fetches_the_archive_by_its_hash_and_unpacks_it(server, tmp_path, monkeypatch):
     splits = [TRAIN, VAL, OOD_VAL, TEST, OOD_TEST]
     write_published(tmp_path / "made", splits, kind="text")
     packed = io.BytesIO()
@@ -229,13 +230,10 @@ def test_download_fetches_the_archive_by_its_hash_and_unpacks_it(tmp_path, monke
         for split in splits:
             archive.write(tmp_path / "made" / f"{split}.txt", f"{split}.txt")
     content = packed.getvalue()
-
-    class Answer(io.BytesIO):
-        headers: dict = {}  # noqa: RUF012
-
-    monkeypatch.setattr(download.urllib.request, "urlopen", lambda request, timeout: Answer(content))
-    remote = download.Remote("https://example.org/genomics_ood.zip", hashlib.sha256(content).hexdigest())
-    monkeypatch.setattr(genomics, "_ZIP", remote)
+    folder, url = server
+    (folder / "genomics_ood.zip").write_bytes(content)
+    monkeypatch.setattr(genomics, "_URL", f"{url}/genomics_ood.zip")
+    monkeypatch.setattr(genomics, "_SHA256", hashlib.sha256(content).hexdigest())
     benchmark = Genomics(data_dir=tmp_path / "data", download=True)
     assert (len(benchmark.train_set()), benchmark.ood_names) == (60, ["ood_test"])
 
@@ -249,7 +247,7 @@ def random_letters(rng, length):
 
 @pytest.fixture(scope="module")
 def genome_folder(tmp_path_factory):
-    """Three known genera (A with two genomes, B and C with one) and two unknown ones, one of another kingdom."""
+    """Three ID genera (A with two genomes, B and C with one) and two OOD ones, one of another kingdom."""
     folder = tmp_path_factory.mktemp("data") / "genomes"
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -273,18 +271,18 @@ def genome_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cuts(genome_folder):
-    return GenomeFolder(genome_folder[0], seed=1).cut_known({"train": 300, "val": 40, "test": 60})
+    return GenomeFolder(genome_folder[0], seed=1).cut_id({"train": 300, "val": 40, "test": 60})
 
 
 def test_every_read_is_the_stretch_of_the_genome_that_it_says(genome_folder, cuts):
     _, letters = genome_folder
     for cut in cuts.values():
-        for read, (file, sequence, start) in zip(cut.reads, cut.places, strict=True):
+        for read, (file, sequence, start) in zip(cut.reads, cut.origins, strict=True):
             assert "".join("ACGT"[code] for code in read) == letters[file][sequence][start : start + 250]
 
 
 def test_reads_of_train_val_and_test_never_overlap_and_keep_the_gap(cuts):
-    spans = [(place, role) for role, cut in cuts.items() for place in cut.places]
+    spans = [(origin, role) for role, cut in cuts.items() for origin in cut.origins]
     by_sequence = {}
     for (file, sequence, start), role in spans:
         by_sequence.setdefault((file, sequence), []).append((start, role))
@@ -311,7 +309,7 @@ def test_the_regions_of_a_genome_leave_out_the_gaps_and_nothing_else(genome_fold
 
 
 def test_a_genus_with_two_genomes_keeps_the_last_one_for_testing(cuts):
-    files = {role: Counter(place[0] for place in cut.places) for role, cut in cuts.items()}
+    files = {role: Counter(origin[0] for origin in cut.origins) for role, cut in cuts.items()}
     assert {f for f in files["train"] if f[0] == "a"} == {f for f in files["val"] if f[0] == "a"} == {"a1.fna.gz"}
     assert {f for f in files["test"] if f[0] == "a"} == {"a2.fna.gz"}
     assert {f for role in files for f in files[role] if f[0] in "bc"} == {"b.fna.gz", "c.fna.gz"}
@@ -331,14 +329,14 @@ def test_no_test_read_occurs_in_training_on_either_strand_even_if_the_genomes_re
     (tmp_path / "classes.tsv").write_text("\n".join(rows))
     folder = GenomeFolder(tmp_path, block=1_500, gap=100)
     # nearly all reads of the training genome are taken, so nearly all of the test genome is forbidden
-    found = folder.cut_known({"train": 16_000, "val": 10, "test": 4_000})
+    found = folder.cut_id({"train": 16_000, "val": 10, "test": 4_000})
     flip = str.maketrans("\0\1\2\3", "\3\2\1\0")
     train = {bytes(read) for read in found["train"].reads}
     forbidden = train | {read.decode("latin1")[::-1].translate(flip).encode("latin1") for read in train}
     for role in ("val", "test"):
         assert forbidden.isdisjoint(bytes(read) for read in found[role].reads)
     chance = 4_000 / (len(genomes["a2"]) - 249)
-    own = sum(start > 29_750 for _, _, start in found["test"].places) / 4_000
+    own = sum(start > 29_750 for _, _, start in found["test"].origins) / 4_000
     assert own > chance  # the stretch of its own is over-represented, so the rule did strike
 
 
@@ -365,8 +363,8 @@ def test_the_benchmark_of_genomes_has_near_and_far_sets_by_kingdom(genome_folder
     [
         ("", "first line"),
         ("genus\tfile\trole\tkingdom\n", "first line"),
-        ("file\tgenus\trole\tkingdom\na.fna\tA\tid\n", "line 2: 4 non-empty cells"),
-        ("file\tgenus\trole\tkingdom\na.fna\tA\tknown\tb\n", "role 'known'"),
+        ("file\tgenus\trole\tkingdom\na.fna\tA\tid\n", "line 2 has 3 cells, 4 are expected"),
+        ("file\tgenus\trole\tkingdom\na.fna\tA\tboth\tb\n", "role 'both'"),
         ("file\tgenus\trole\tkingdom\n../a.fna\tA\tid\tb\n", "plain name"),
         ("file\tgenus\trole\tkingdom\n/etc/passwd\tA\tid\tb\n", "plain name"),
         ("file\tgenus\trole\tkingdom\na.fna\tA\tid\tb\nb.fna\tA\tood\tb\n", "the same within A"),
@@ -439,14 +437,14 @@ def test_the_source_named_in_each_record_agrees_with_its_label(data_dir):
 def test_reads_cut_from_the_real_genomes_are_disjoint_and_balanced(data_dir):
     folder = GenomeFolder(data_dir / "genomes")
     assert (len(folder.genera("id")), len(folder.genera("ood"))) == (10, 10)
-    cuts = folder.cut_known({"train": 2000, "val": 200, "test": 200})
+    cuts = folder.cut_id({"train": 2000, "val": 200, "test": 200})
     kept = {"escherichia_coli__MG1655", "neisseria_meningitidis__GCF_003355215"}
     kept |= {"staphylococcus_aureus__N315", "streptococcus_suis__GCF_002285535"}
-    tested = {place[0].removesuffix(".fna.gz") for place in cuts["test"].places}
+    tested = {origin[0].removesuffix(".fna.gz") for origin in cuts["test"].origins}
     assert kept <= tested
-    trained = {place[0].removesuffix(".fna.gz") for place in cuts["train"].places}
+    trained = {origin[0].removesuffix(".fna.gz") for origin in cuts["train"].origins}
     assert kept.isdisjoint(trained)
-    spans = sorted((*place, role) for role, cut in cuts.items() for place in cut.places)
+    spans = sorted((*origin, role) for role, cut in cuts.items() for origin in cut.origins)
     for (file, name, start, role), (other_file, other_name, after, other) in itertools.pairwise(spans):
         if (file, name) == (other_file, other_name) and role != other:
             assert after - (start + 250) >= 500

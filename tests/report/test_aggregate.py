@@ -13,20 +13,15 @@ import scipy.stats
 from omegaconf import OmegaConf
 
 from rmd_plugin.app import report as command
-from rmd_plugin.app.multirun import ReportCallback
+from rmd_plugin.app.hydra_callbacks import ReportCallback
 from rmd_plugin.compare.rows import Row
 from rmd_plugin.report.aggregate import Group, estimate, paired_difference, ranks, summarise
-from rmd_plugin.report.document import STYLE
+from rmd_plugin.report.document import render
+from rmd_plugin.report.figures import difference_figure
 from rmd_plugin.report.gather import Run, gather_runs, read_run
 from rmd_plugin.report.run_folder import RunFolder
-from rmd_plugin.report.summary import (
-    difference_figure,
-    overall_tables,
-    runs_table,
-    summary_tables,
-    terminal_tables,
-    write_summary,
-)
+from rmd_plugin.report.summary import terminal_tables, write_summary
+from rmd_plugin.report.summary_tables import overall_tables, runs_table, summary_tables
 from rmd_plugin.report.table import to_html
 
 RNG = np.random.default_rng(0)
@@ -189,7 +184,7 @@ def test_long_names_of_runs_break_so_that_the_reason_stays_in_sight(tmp_path):
     (row,) = [line for line in to_html(runs_table([run])).splitlines() if "because" in line]
     assert row.startswith('<tr><td class="left wrap">')
     assert row.endswith('<td class="left">failed</td><td class="left">because</td></tr>')
-    assert "td.wrap" in STYLE
+    assert "td.wrap" in render("style.css")
 
 
 def test_a_folder_without_permission_is_one_line(sweep, monkeypatch):
@@ -376,7 +371,7 @@ def main(config):
         folder.write_rows([Row("b", "x", "n", d, config.seed, "AUROC", v, distance="near") for d, v in values.items()])
 
 from hydra.core.config_store import ConfigStore
-callback = {"_target_": "rmd_plugin.app.multirun.ReportCallback"}
+callback = {"_target_": "rmd_plugin.app.hydra_callbacks.ReportCallback"}
 ConfigStore.instance().store("app", {"seed": 0, "hydra": {"callbacks": {"report": callback}}})
 main()
 """

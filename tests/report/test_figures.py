@@ -19,7 +19,7 @@ from rmd_plugin.report.figures import (
     set_colours,
 )
 from rmd_plugin.report.scores import read_scores, write_scores
-from rmd_plugin.report.style import CYCLE, PALETTE, new_figure, save_figure
+from rmd_plugin.report.style import CYCLE, PALETTE, colour, new_figure, save_figure
 
 SETS = {"six": "near", "noise": "far"}
 DETECTORS = ("msp", "rmd", "mahalanobis", "knn")
@@ -91,7 +91,7 @@ def test_curves_are_named_in_place_with_their_auroc_and_the_rest_is_grey(scores,
     assert f"RMD  {100 * value:.1f}" in texts(near)
     colours = [to_hex(line.get_color()).upper() for line in far.lines]
     assert colours.count("#DADADA") == 2
-    assert set(CYCLE[:2]) <= set(colours)
+    assert {colour("rmd"), colour("knn")} <= set(colours)
 
 
 def test_histograms_count_every_score_and_name_every_set(scores, rows):
@@ -132,6 +132,14 @@ def test_wild_scores_do_not_squeeze_the_histogram(scores, rows):
 def test_constant_scores_are_drawn_too(rows):
     constant = {"rmd": {"test": np.ones(5), "six": np.ones(5), "noise": np.ones(5)}}
     assert len(histogram_figure(constant, rows, detectors=["rmd"]).axes) == 1
+
+
+def test_sets_without_a_number_are_left_out_and_rows_are_not_needed(scores):
+    mine = {"test": scores["rmd"]["test"], "empty": np.empty(0), "six": scores["rmd"]["six"], "bad": np.full(3, np.nan)}
+    (axes,) = histogram_figure({"mine": mine}, detectors=["mine"]).axes
+    assert set(texts(axes)) == {"in-distribution", "six"}
+    (axes,) = histogram_figure({"mine": {"test": np.full(2, np.nan)}}, detectors=["mine"]).axes
+    assert texts(axes) == []
 
 
 def test_names_of_sets_do_not_overlap(scores, rows):

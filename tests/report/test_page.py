@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_blobs
+from markupsafe import escape
 from pytorch_ood.metrics import functional as metrics
 
 from rmd_plugin import RMD, Mahalanobis
@@ -17,8 +18,8 @@ from rmd_plugin.compare.rows import Row
 from rmd_plugin.report.directions import read_directions, summarise_directions, write_directions
 from rmd_plugin.report.page import render_report, write_report
 from rmd_plugin.report.run_figures import contributions_figure, epochs_figure, partial_sums_figure
-from rmd_plugin.report.run_folder import RunFolder, RunStatus
-from rmd_plugin.report.style import CYCLE
+from rmd_plugin.report.run_folder import RunFolder
+from rmd_plugin.report.style import colour
 
 SETS = {"blobs": "near", "noise": "far"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -105,20 +106,27 @@ def test_the_page_needs_nothing_from_anywhere(page):
     assert not re.search(r"<script|<link|<iframe|@import|url\(|javascript:|\son\w+=", page)
 
 
-def test_the_same_history_gives_the_same_page():
-    history = [seen(name, "a", epoch, 0.9) for name in ("rmd", "knn") for epoch in range(2)]
-    assert render_report([], history=history) == render_report([], history=history)
+def test_the_same_history_gives_the_same_page(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_history([seen(name, "a", epoch, 0.9) for name in ("rmd", "knn") for epoch in range(2)])
+    assert render_report(folder) == render_report(folder)
 
 
-def test_names_cannot_break_the_page():
+def test_names_cannot_break_the_page(tmp_path):
     evil = '<script>alert("x")</script>'
     rows = [Row(evil, evil, evil, name, 0, "AUROC", 0.5, distance="near") for name in (evil, "rmd")]
     rows += [Row(evil, evil, evil, "other", 0, "AUROC", math.nan, status="failed", reason=evil)]
-    history = [seen(evil, evil, 0, 0.5)]
-    status = RunStatus("failed", evil)
-    page = render_report(rows, history=history, config=evil, versions={"command": evil}, status=status, problems=[evil])
+    folder = RunFolder(tmp_path)
+    folder.start(config=evil, command=evil)
+    folder.write_rows(rows)
+    folder.write_history([seen(evil, evil, 0, 0.5)])
+    np.savez(folder.file("scores.npz"), **{evil: np.zeros(1)})  # named in the notice that there are no scores
+    folder.finish("failed", evil)
+    page = render_report(folder)
     assert "<script" not in page
-    assert html.escape(evil) in page
+    assert f"This run failed. {escape(evil)}" in page
+    assert f"<code>{escape(evil)}</code>" in page
+    assert page.count(str(escape(evil))) > 10
 
 
 def test_a_failed_run_says_why(tmp_path):
@@ -158,8 +166,11 @@ def test_damaged_files_are_named_and_the_rest_stands(run, tmp_path):
     assert "The whole config" in page
 
 
-def test_a_part_that_cannot_be_drawn_does_not_take_the_page(run):
-    page = render_report(run.read_rows(), scores={"rmd": {"wrong": np.zeros(3)}})
+def test_a_part_that_cannot_be_drawn_does_not_take_the_page(run, tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_rows(run.read_rows())
+    folder.write_scores({"rmd": {"wrong": np.zeros(3)}})
+    page = render_report(folder)
     assert "could not be drawn" in page
     assert "<h2>Detectors</h2>" in page
 
@@ -207,13 +218,20 @@ def test_contributions_of_the_wrong_shape_are_refused(terms):
 def test_curves_stand_at_their_values_and_are_named():
     values = {"rmd": [0.8, math.nan, 0.9], "knn": [0.7, 0.75, 0.72]}
     history = [seen(name, "a", epoch, value) for name, found in values.items() for epoch, value in enumerate(found)]
-    axes = epochs_figure(history, "a", detectors=["rmd", "msp", "knn"]).axes[0]
+    axes = epochs_figure(history, ["a"], detectors=["rmd", "msp", "knn"]).axes[0]
     lines = {line.get_color(): line for line in axes.lines}
-    assert np.allclose(lines[CYCLE[0]].get_ydata(), [80, math.nan, 90], equal_nan=True)
-    assert list(lines[CYCLE[1]].get_xdata()) == [1, 2, 3]
+    assert np.allclose(lines[colour("rmd")].get_ydata(), [80, math.nan, 90], equal_nan=True)
+    assert list(lines[colour("knn")].get_xdata()) == [1, 2, 3]
     assert [text.get_text() for text in axes.texts] == ["KNN", "RMD"]
     within = [{**row, "epoch": 0} for row in history]
-    assert epochs_figure(within, "a").axes[0].get_xlabel() == "step"
+    assert epochs_figure(within, ["a"]).axes[0].get_xlabel() == "step"
+
+
+def test_without_a_choice_every_ood_set_has_a_panel_and_their_mean_the_first():
+    history = [seen("rmd", ood, epoch, 0.9) for ood in ("a", "b", "mean") for epoch in range(2)]
+    assert [axes.get_title(loc="left") for axes in epochs_figure(history).axes] == ["mean over the OOD sets", "a", "b"]
+    one = [row for row in history if row["ood"] != "b"]
+    assert [axes.get_title(loc="left") for axes in epochs_figure(one).axes] == ["a"]  # its mean is the same curve
 
 
 def test_near_sets_are_not_flattened_by_far_ones():
@@ -278,8 +296,8 @@ def test_the_picture_of_the_page_is_not_blank(run, tmp_path):
     inked = (pixels.min(axis=2) < 200).mean()
     assert 0.005 < inked < 0.5
     # the lines of RMD and MD are really there
-    for colour in CYCLE[:2]:
-        wanted = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+    for detector in ("rmd", "mahalanobis"):
+        wanted = [int(colour(detector)[place : place + 2], 16) for place in (1, 3, 5)]
         assert (np.abs(pixels - wanted).max(axis=2) < 12).sum() > 200
     # each of five bands of the page has something in it
     assert all((band.min(axis=2) < 200).any() for band in np.array_split(pixels[:2400], 5))

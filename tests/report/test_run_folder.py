@@ -152,6 +152,15 @@ def test_the_commit_is_that_of_the_checkout_which_tracks_the_folder(tmp_path):
     assert git_commit(tmp_path / "inside") == head + "+changes"
 
 
+def test_a_run_folder_and_a_table_import_nothing_heavy():
+    code = (
+        "import sys, rmd_plugin.report.run_folder, rmd_plugin.report.gather, rmd_plugin.report.tables;"
+        "sys.exit(' '.join({'torch', 'pandas', 'matplotlib', 'jinja2', 'scipy'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_status_that_cannot_be_read_is_replaced_at_the_end(tmp_path):
     (tmp_path / STATUS).write_text("{")
     RunFolder(tmp_path).finish("failed", "why")

@@ -7,18 +7,17 @@ shared by all three roles. On top of that no read of val or test occurs in the t
 and genes that two genomes have in common would otherwise leak.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
 
-from .errors import DataFormatError, DataNotFoundError
+from ..errors import DataFormatError, DataNotFoundError
+from ..splits import stream
 from .fasta import OTHER, read_fasta
-from .files import read_text, safe_name
-from .splits import stream
+from .text import read_table
 
 ROLES = ("train", "val", "test")
 _COLUMNS = ["file", "genus", "role", "kingdom"]
@@ -27,11 +26,11 @@ _MAX_DRAWS = 50
 
 @dataclass(frozen=True)
 class Genome:
-    """One line of ``classes.tsv``."""
+    """One line of ``classes.tsv``; the role is ``id`` or ``ood``."""
 
     file: str
     genus: str
-    role: Literal["id", "ood"]
+    role: str
     kingdom: str
 
 
@@ -52,12 +51,20 @@ class Cut:
     Attributes:
         reads: base ids, shape (N, L), uint8.
         genera: genus of each read, index into the list of genera asked for, shape (N,).
-        places: (file, sequence, start) of each read.
+        origins: (file, sequence, start) of each read.
     """
 
     reads: np.ndarray
     genera: np.ndarray
-    places: list[tuple[str, str, int]]
+    origins: list[tuple[str, str, int]]
+
+    @classmethod
+    def join(cls, cuts: list["Cut"]) -> "Cut":
+        """The reads of all of them, in order."""
+        reads, genera = (
+            np.concatenate(parts) for parts in zip(*((cut.reads, cut.genera) for cut in cuts), strict=True)
+        )
+        return cls(reads, genera, [origin for cut in cuts for origin in cut.origins])
 
 
 def read_classes(path: str | Path) -> list[Genome]:
@@ -66,22 +73,21 @@ def read_classes(path: str | Path) -> list[Genome]:
     Raises:
         DataFormatError: the table is not of that form, or a file name leads out of the folder.
     """
-    text = read_text(path, max_bytes=1 << 24)
-    lines = text.splitlines()
-    if not lines or lines[0].split("\t") != _COLUMNS:
-        raise DataFormatError(path, f"the first line must be the columns {_COLUMNS}, separated by tabs", 0)
     genomes: list[Genome] = []
     roles: dict[str, str] = {}
-    for number, line in enumerate(lines[1:], start=2):
-        cells = line.split("\t")
-        if len(cells) != len(_COLUMNS) or not all(cells):
-            raise DataFormatError(path, f"line {number}: {len(_COLUMNS)} non-empty cells are expected, got {line!r}")
-        file, genus, role, kingdom = cells
-        if role not in ("id", "ood") or roles.setdefault(genus, role) != role:
-            raise DataFormatError(path, f"line {number}: role {role!r}; one of id and ood, the same within {genus}")
-        if any(genome.file == file for genome in genomes):
-            raise DataFormatError(path, f"line {number}: {file!r} is listed twice")
-        genomes.append(Genome(safe_name(file, path), genus, role, kingdom))  # type: ignore[arg-type]
+    for offset, cells in read_table(path, _COLUMNS):
+        genome = Genome(*(cell.decode("utf-8", "replace") for cell in cells))
+        if not all(cells):
+            raise DataFormatError(path, "an empty cell", offset)
+        if genome.role not in ("id", "ood") or roles.setdefault(genome.genus, genome.role) != genome.role:
+            raise DataFormatError(path, f"role {genome.role!r}; id or ood, the same within {genome.genus}", offset)
+        if any(listed.file == genome.file for listed in genomes):
+            raise DataFormatError(path, f"{genome.file!r} is listed twice", offset)
+        if genome.file in (".", "..") or any(mark in genome.file for mark in ("/", "\\", ":", "\0")):
+            raise DataFormatError(
+                path, f"lists {genome.file!r}; a plain name inside the same folder is expected", offset
+            )
+        genomes.append(genome)
     if not {"id", "ood"} <= set(roles.values()):
         raise DataFormatError(path, "lists no in-distribution or no OOD genome")
     return genomes
@@ -137,16 +143,15 @@ class GenomeFolder:
         return sorted({genome.genus for genome in self.genomes if genome.role == role})
 
     def regions(self, genus: str) -> dict[str, list[Region]]:
-        """Regions of an in-distribution genus for each of train, val and test."""
-        files = [genome.file for genome in self.genomes if genome.genus == genus]
-        parts: dict[str, list[Region]] = {role: [] for role in ROLES}
+        """Regions of an ID genus for each of train, val and test."""
+        files = self._files(genus)
         kept = files[-1:] if len(files) > 1 else []
-        for file in kept:
-            parts["test"] += self._blocks(file)
-        for file in (file for file in files if file not in kept):
+        parts: dict[str, list[Region]] = {role: [] for role in ROLES}
+        parts["test"] += [region for file in kept for region in self._blocks(file)]
+        shares = {"val": self.val_fraction} if kept else {"val": self.val_fraction, "test": self.test_fraction}
+        for file in files[: len(files) - len(kept)]:
             blocks = self._blocks(file)
             order = stream(self.seed, "blocks", file).permutation(len(blocks))
-            shares = {"val": self.val_fraction} if kept else {"val": self.val_fraction, "test": self.test_fraction}
             taken = 0
             for role, share in shares.items():
                 count = max(1, round(share * len(blocks)))
@@ -160,6 +165,9 @@ class GenomeFolder:
                     f"too short: no block of {self.block} bases is left for {role} of {genus}. Use a smaller block.",
                 )
         return parts
+
+    def _files(self, genus: str) -> list[str]:
+        return [genome.file for genome in self.genomes if genome.genus == genus]
 
     def _blocks(self, file: str) -> list[Region]:
         """Blocks of all sequences of a genome, trimmed by half the gap at borders shared with another block."""
@@ -175,14 +183,11 @@ class GenomeFolder:
                     regions.append(Region(file, name, start, stop))
         return regions
 
-    def cut_known(self, counts: dict[str, int]) -> dict[str, Cut]:
-        """Reads of the in-distribution genera.
+    def cut_id(self, counts: dict[str, int]) -> dict[str, Cut]:
+        """Reads of the ID genera, in the order of ``genera("id")``, for each of train, val and test.
 
         Args:
-            counts: reads per genus for each of train, val and test.
-
-        Returns:
-            Role -> reads, genera in the order of ``genera("id")``.
+            counts: role -> reads per genus.
         """
         cuts: dict[str, list[Cut]] = {role: [] for role in ROLES}
         genera = self.genera("id")
@@ -196,35 +201,34 @@ class GenomeFolder:
                 cuts[role].append(cut)
                 if role == "train":
                     seen.update(_both_strands(cut.reads))
-        return {role: _join(found) for role, found in cuts.items()}
+        return {role: Cut.join(found) for role, found in cuts.items()}
 
-    def cut_ood(self, genera: Sequence[str], count: int) -> Cut:
+    def cut_ood(self, genera: Iterable[str], count: int) -> Cut:
         """``count`` reads of each OOD genus, from the whole of its genomes."""
         cuts = []
         for number, genus in enumerate(genera):
-            files = [genome.file for genome in self.genomes if genome.genus == genus]
             regions = [
                 Region(file, name, 0, len(codes))
-                for file in files
+                for file in self._files(genus)
                 for name, codes in self._sequences[file].items()
                 if len(codes) >= self.read_length
             ]
             if not regions:
-                raise DataFormatError(self.folder / files[0], f"too short for a read of {self.read_length} bases")
+                raise DataFormatError(
+                    self.folder / self._files(genus)[0], f"too short for a read of {self.read_length} bases"
+                )
             cuts.append(self._cut(regions, count, number, f"{genus} ood", set()))
-        return _join(cuts)
+        return Cut.join(cuts)
 
     def _cut(self, regions: list[Region], count: int, label: int, purpose: str, avoid: set[bytes]) -> Cut:
         """Distinct reads of A, C, G, T from the regions, none of them in ``avoid``."""
         rng = stream(self.seed, "reads", purpose)
         windows = np.array([region.stop - region.start - self.read_length + 1 for region in regions])
         ends = np.cumsum(windows)
-        reads: list[np.ndarray] = []
-        places: list[tuple[str, str, int]] = []
+        kept: dict[bytes, tuple[str, str, int]] = {}
         used: set[int] = set()
-        kept: set[bytes] = set()
         for _ in range(_MAX_DRAWS):
-            for flat in rng.integers(int(ends[-1]), size=count - len(reads)).tolist():
+            for flat in rng.integers(int(ends[-1]), size=count - len(kept)).tolist():
                 if flat in used:
                     continue
                 used.add(flat)
@@ -233,28 +237,17 @@ class GenomeFolder:
                 start = region.start + flat - int(ends[which] - windows[which])
                 read = self._sequences[region.file][region.sequence][start : start + self.read_length]
                 letters = read.tobytes()
-                if int(read.max()) >= OTHER or letters in avoid or letters in kept:
-                    continue
-                kept.add(letters)
-                reads.append(read)
-                places.append((region.file, region.sequence, start))
-            if len(reads) == count:
-                stacked = np.stack(reads) if reads else np.empty((0, self.read_length), dtype=np.uint8)
-                return Cut(stacked, np.full(count, label), places)
+                if int(read.max()) < OTHER and letters not in avoid and letters not in kept:
+                    kept[letters] = (region.file, region.sequence, start)
+            if len(kept) == count:
+                reads = np.frombuffer(b"".join(kept), dtype=np.uint8).reshape(count, self.read_length)
+                return Cut(reads, np.full(count, label), list(kept.values()))
         raise DataFormatError(
             self.folder / regions[0].file,
-            f"{purpose}: only {len(reads)} of {count} distinct reads of A, C, G, T could be cut. Ask for fewer.",
+            f"{purpose}: only {len(kept)} of {count} distinct reads of A, C, G, T could be cut. Ask for fewer.",
         )
 
 
 def _both_strands(reads: np.ndarray) -> list[bytes]:
     """Reads and their reverse complements (A-T and C-G are codes that sum to 3)."""
     return [read.tobytes() for strand in (reads, 3 - reads[:, ::-1]) for read in np.ascontiguousarray(strand)]
-
-
-def _join(cuts: list[Cut]) -> Cut:
-    return Cut(
-        np.concatenate([cut.reads for cut in cuts]),
-        np.concatenate([cut.genera for cut in cuts]),
-        [place for cut in cuts for place in cut.places],
-    )

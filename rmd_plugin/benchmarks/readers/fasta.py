@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .errors import DataFormatError
+from ..errors import DataFormatError
 
 BASES = "ACGT"
 OTHER = len(BASES)  # any IUPAC letter that is not one of the four bases
@@ -26,19 +26,12 @@ def _codes() -> np.ndarray:
     return table
 
 
-CODES = _codes()
+_CODES = _codes()
 
 
 def encode_bases(letters: bytes) -> np.ndarray:
-    """Base ids of a DNA string: A, C, G, T = 0..3, other IUPAC letters 4, anything else 254 or 255.
-
-    Args:
-        letters: ASCII letters, upper or lower case.
-
-    Returns:
-        Ids of shape (len(letters),), uint8.
-    """
-    return CODES[np.frombuffer(letters, dtype=np.uint8)]
+    """Base ids of DNA letters, shape (len(letters),), uint8: ACGT = 0..3, other IUPAC letters 4, all else above."""
+    return _CODES[np.frombuffer(letters, dtype=np.uint8)]
 
 
 def read_fasta(path: str | Path, *, max_bytes: int = 1 << 30) -> dict[str, np.ndarray]:
