@@ -119,8 +119,8 @@ def network_figure(arrays: Arrays, activations: Sequence[str]) -> Figure:
         grid = figure.subplots(len(activations), 2, squeeze=False)
         for line, activation in zip(grid, activations, strict=True):
             for axes, name in zip(line, _BOTH, strict=True):
-                scores = (arrays[f"{activation}/{name}/{kind}"] for kind in ("id", "ood"))
-                _histogram(axes, *scores, "outlier score")
+                key = f"{activation}/{name}"
+                _histogram(axes, arrays[f"{key}/id"], arrays[f"{key}/ood"], "outlier score")
                 axes.set_title(f"{label(name)} on {activation} units", fontsize=SMALL + 2)
     return figure
 
