@@ -15,6 +15,8 @@ import torch
 from hydra import compose
 from hydra.utils import get_class
 from omegaconf import open_dict
+from pytorch_lightning import Trainer
+from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.warnings import PossibleUserWarning
 
 from rmd_plugin.app.classifier import Classifier
@@ -307,9 +309,12 @@ def toy_simulation(**changes):
     ("word", "sentence"),
     [
         ("simulation.bogus=1", "there is no option simulation.bogus. There are: dim, sigma"),
-        ("simulation.dim=large", "simulation.dim=large"),
-        ("simulation.sigma=[1]", "simulation.sigma=[1]"),
-        ("simulation.sweep_dims=4", "simulation.sweep_dims=4"),
+        (
+            "simulation.dim=large",
+            "simulation.dim=large: Value 'large' of type 'str' could not be converted to Integer.",
+        ),
+        ("simulation.sigma=[1]", "simulation.sigma=[1]: Value '[1]' of type 'list' could not be converted to Float."),
+        ("simulation.sweep_dims=4", "simulation.sweep_dims=4: Invalid value assigned: int is not a ListConfig"),
         ("seed=abc", "seed must be a whole number, got 'abc'."),
         ("scale=huge", "there is no scale=huge. There are: paper, small."),
     ],
@@ -351,6 +356,18 @@ def test_a_damaged_checkpoint_is_one_sentence_with_the_remedy(hydra, tmp_path, d
         finish("robustness/digits", cfg, config)
     assert str(error.value).endswith(f"Delete {folder.path} to run it again.")
     assert "weights_only" not in str(error.value)
+
+
+def test_a_stopped_training_leaves_its_run_unfinished(hydra, tmp_path, monkeypatch):
+    def stopped(trainer, *_, **__):
+        trainer.state.status = TrainerStatus.INTERRUPTED
+
+    monkeypatch.setattr(Trainer, "fit", stopped)
+    config = make_config(tmp_path, extra(*QUICK))
+    cfg = compose_experiment("robustness/digits", config)
+    with pytest.raises(KeyboardInterrupt):
+        finish("robustness/digits", cfg, config)
+    assert RunFolder(cfg.paths.output_dir).read_status().state == "interrupted"
 
 
 def test_the_seed_reaches_the_simulation(hydra, tmp_path, monkeypatch):

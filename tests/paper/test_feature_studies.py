@@ -121,7 +121,7 @@ def test_directions_are_eigenvectors_of_the_within_class_covariance_by_size():
     np.testing.assert_allclose(np.diag(cosine), 1.0, atol=1e-6)
 
 
-def test_unknown_basis_is_refused():
+def test_another_basis_is_refused():
     with pytest.raises(ValueError, match="'eigen' or 'discriminative'"):
         spectrum.fit_directions(make_features().moments(), basis="pca")
 
