@@ -22,7 +22,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin import RMD, Mahalanobis, OODMonitor
-from rmd_plugin.encoding.batch_encoder import Encoded
+from rmd_plugin.compare.adapters import adopt
+from rmd_plugin.encoding.batches import Encoded
 from rmd_plugin.monitor.refit import Refit
 
 CLASSES = 100
@@ -179,7 +180,7 @@ def measure_memory(counts: tuple[int, ...], width: int = 512) -> list[str]:
         ("KNN, for comparison", {"knn": KNN(None)}),
     ):
         for count in counts:
-            refit, before = Refit(detectors, torch.device("cpu")), None
+            refit, before = Refit({name: adopt(found) for name, found in detectors.items()}, torch.device("cpu")), None
             for start in range(0, count, 500):
                 z, y = torch.randn(500, width), torch.arange(500) % CLASSES
                 refit.update(Encoded(z, None, y), torch.arange(start, start + 500))

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rmd_plugin.monitor.callback
+import rmd_plugin.monitor.engine
 from rmd_plugin import RMD, Mahalanobis, RelativeFlow
 from rmd_plugin.monitor.evaluation import Evaluation
 
@@ -124,8 +125,8 @@ class Recording(Evaluation):
     def finish(self, agree):
         results = super().finish(agree)
         ordered = {
-            name: (inliers.sort().values, {ood: found.sort().values for ood, found in outliers.items()})
-            for name, (inliers, outliers) in results.scores.items()
+            name: (id_scores.sort().values, {ood: found.sort().values for ood, found in ood_scores.items()})
+            for name, (id_scores, ood_scores) in results.scores.items()
         }
         self.kept.append(ordered)
         return results
@@ -139,7 +140,7 @@ class Save(pl.Callback):
 
     def setup(self, trainer, module, stage):
         Recording.kept.clear()
-        rmd_plugin.monitor.callback.Evaluation = Recording  # here: a spawned process does not inherit it
+        rmd_plugin.monitor.engine.Evaluation = Recording  # here: a spawned process does not inherit it
 
     def on_fit_end(self, trainer, module):
         monitors = [c for c in trainer.callbacks if isinstance(c, rmd_plugin.monitor.callback.OODMonitor)]

@@ -1,5 +1,8 @@
+import ast
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +23,72 @@ def test_every_public_name_resolves(name):
 def test_an_unknown_name_lists_the_public_ones():
     with pytest.raises(AttributeError, match=r"no attribute 'RDM'\. Public names: .*RMD"):
         _ = rmd_plugin.RDM
+
+
+ROOT = Path(rmd_plugin.__file__).resolve().parents[1]
+#: where the name of the import is not that of the distribution
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "google.protobuf": "protobuf",
+    "google_crc32c": "google-crc32c",
+    "hydra": "hydra-core",
+    "open_clip": "open-clip-torch",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
+#: not declared, and why
+UNDECLARED = {
+    "lightning": "the other name of pytorch-lightning: looked at only where a user has imported it",
+    "hydra_plugins": "Hydra's namespace of plugins",
+    "huggingface_hub": "comes with timm and transformers, whose extras the code asks for",
+    "safetensors": "comes with timm and transformers, whose extras the code asks for",
+}
+
+
+def imported(tree):
+    """Top-level names that a module imports when it is loaded, and those that it imports later."""
+    always, later = set(), set()
+
+    def visit(node, inside):
+        names = set()
+        if isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+        for name in names:
+            top = ".".join(name.split(".")[: 2 if name.startswith("google.") else 1])
+            (later if inside else always).add(top)
+        for child in ast.iter_child_nodes(node):
+            function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            visit(child, inside or function)
+
+    visit(tree, False)
+    return always, later
+
+
+def test_every_imported_package_is_declared():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def names(requirements):
+        return {re.match(r"[\w-]+", requirement)[0].lower().replace("_", "-") for requirement in requirements}
+
+    base = names(project["dependencies"])
+    extra = base.union(*map(names, project["optional-dependencies"].values()))
+    seen = set()
+    for path in ROOT.glob("rmd_plugin/**/*.py"):
+        always, later = imported(ast.parse(path.read_text()))
+        for found, declared in ((always, base), (later, extra)):
+            for name in found - set(sys.stdlib_module_names) - {"rmd_plugin", "__future__", *UNDECLARED}:
+                distribution = DISTRIBUTIONS.get(name, name.lower().replace("_", "-"))
+                seen.add(distribution)
+                assert distribution in declared, f"{path.relative_to(ROOT)} imports {name}"
+    # jinja2 and pandas come with the report, typing-extensions with annotations
+    assert base - seen <= {"jinja2", "pandas"}, "declared, but imported nowhere"
+
+
+def test_the_version_stands_in_one_place():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "version" in project["dynamic"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.?\w+)?", rmd_plugin.__version__)

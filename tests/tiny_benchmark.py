@@ -35,6 +35,7 @@ class Tiny(Benchmark):
 
     num_classes = CLASSES
     ood_names = ("near", "far")
+    class_names = ("a", "b", "c")
     distance = {"near": "near", "far": "far"}  # noqa: RUF012
 
     def __init__(self, seed=0, count=240):
@@ -55,6 +56,8 @@ class Tiny(Benchmark):
 
     def train_set(self):
         return self.parts["train"]
+
+    fit_set = train_set
 
     def val_set(self):
         return self.parts["val"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -37,7 +38,7 @@ def compare(cfg: DictConfig) -> None:
     Args:
         cfg: the composed ``conf/compare.yaml``.
     """
-    whole_number(cfg.seed, "seed")
+    torch.manual_seed(whole_number(cfg.seed, "seed"))  # an untrained backbone starts the same every time
     # some detectors tell how their fit went; the table has what counts
     logging.getLogger("pytorch_ood").setLevel(logging.WARNING)
     folder = RunFolder(cfg.paths.output_dir)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -125,7 +125,7 @@ def job_folder(overrides: str) -> str:
 
 def register_resolvers() -> None:
     """Make the resolvers known that our configs use; doing it twice does no harm."""
-    resolvers = {
+    resolvers: dict[str, Callable[..., Any]] = {
         "watched": watched_by_default,
         "monitored": monitored,
         "job_folder": job_folder,

@@ -100,7 +100,7 @@ def explain(error: BaseException) -> str:
     causes = [item for item in (error, error.__cause__) if isinstance(item, OmegaConfBaseException)]
     for cause in causes:
         if isinstance(cause, (AttributeError, KeyError)) and OmegaConf.is_dict(cause.parent_node):
-            name, keys = str(cause.full_key), [str(key) for key in cause.parent_node]  # type: ignore[union-attr]
+            name, keys = str(cause.full_key), [str(key) for key in cause.parent_node]
             where, _, key = name.rpartition(".")
             keys = [item for item in keys if not item.startswith("_") and item != "hydra"]
             hint = closest(key, keys, prefix=f"{where}." if where else "") or f" There are: {', '.join(keys)}."

@@ -126,7 +126,8 @@ def _after_fit(cfg: DictConfig, trainer: pl.Trainer, backbone: Backbone, folder:
     """Write the history, put the weights to be compared into the backbone, and return their score."""
     if cfg.weights not in ("best", "last"):
         raise ValueError(f"weights must be best or last, got {cfg.weights!r}.")
-    history = [row for callback in trainer.callbacks if isinstance(callback, OODMonitor) for row in callback.history]
+    monitors = [item for item in trainer.callbacks if isinstance(item, OODMonitor)]  # type: ignore[attr-defined]
+    history = [row for monitor in monitors for row in monitor.history]
     if trainer.is_global_zero and history:
         folder.write_history(history)
     kept = next((item for item in trainer.checkpoint_callbacks if getattr(item, "monitor", None)), None)

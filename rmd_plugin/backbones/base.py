@@ -241,8 +241,12 @@ def as_backbone(module: nn.Module) -> Backbone:
             f"{type(encoder).__name__}, and its .head an nn.Linear or None, got {type(head).__name__}. "
             "Name them so, or subclass rmd_plugin.backbones.Backbone."
         )
-    transforms = {name: getattr(module, name, None) for name in ("train_transform", "test_transform")}
-    width = getattr(module, "feature_dim", 0) if head is None else head.in_features
-    backbone = Backbone(encoder, width, architecture={"module": type(module).__qualname__}, **transforms)
+    backbone = Backbone(
+        encoder,
+        getattr(module, "feature_dim", 0) if head is None else head.in_features,
+        train_transform=getattr(module, "train_transform", None),
+        test_transform=getattr(module, "test_transform", None),
+        architecture={"module": type(module).__qualname__},
+    )
     backbone.head, backbone.head_loaded = head, head is not None
     return backbone

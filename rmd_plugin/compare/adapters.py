@@ -1,8 +1,18 @@
-"""Any pytorch-ood detector, served from features: what it needs is put in by the names of its parameters.
+"""The one table of what each pytorch-ood detector is fed: how it is built, fitted and scored.
 
-The framework names the parameters of its detectors by a convention (``encoder``, ``head``, ``model``, ``w``, ``b``).
-:func:`prepare` fills in those that the caller has not set, finds out which representation the detector works on, and
-says in one sentence why a detector cannot be served.
+===============  =========================================================  ========================================
+fed with         fitted by                                                  scored by
+===============  =========================================================  ========================================
+moments          ``fit_moments`` on streamed moments, constant memory       ``predict_features``
+features         ``fit_features``                                           ``predict_features``
+feature maps     ``fit_feature_maps`` on features as 1 x 1 maps             ``predict_feature_maps``
+logits           ``fit_logits``                                             ``predict_logits``
+head             ``fit`` on a loader of features, the head as the model     ``predict`` on features, with gradients
+inputs           ``fit`` on a loader of inputs, the network as the model    ``predict`` on inputs, with gradients
+===============  =========================================================  ========================================
+
+:func:`build` makes a detector from its class, with what :mod:`rmd_plugin.compare.parts` gives. :func:`adopt` takes one
+that somebody else has made. A new detector is a line in ``_FED``, if its base class does not say what it is fed.
 """
 
 from __future__ import annotations
@@ -10,141 +20,194 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from copy import deepcopy
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_ood import detector as framework
 from pytorch_ood.api import Detector, FeatureMapsDetector, FeaturesDetector, GradientDetector, LogitsDetector
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from rmd_plugin.compare.parts import NotSupported, Parts, Representation, arguments_for
+from rmd_plugin.detectors.base import raise_if_interrupted
+from rmd_plugin.encoding.batches import Encoded
 
 #: a detector class, or a partial of one with its options
 Factory = Callable[..., Detector]
 
 
-class Route(Enum):
-    """The representation that a detector is fitted on and scores."""
+_MOMENTS, _FEATURES, _MAPS, _LOGITS, _HEAD, _INPUTS, _LAYERS = Representation
 
-    LOGITS = "logits"
-    FEATURES = "features"
-    MAPS = "features as 1 x 1 maps"
-    HEAD = "features, through the head with gradients"
-    INPUTS = "inputs, through the whole network"
+#: detector class -> what it is fed; the first line that fits counts
+_FED: Mapping[type, Representation] = {
+    framework.GradNorm: _HEAD,
+    framework.GradUncertainty: _HEAD,
+    framework.NACUE: _HEAD,
+    framework.ODIN: _INPUTS,
+    framework.MahalanobisODIN: _INPUTS,
+    framework.MCD: _INPUTS,
+    framework.Gram: _LAYERS,
+    framework.MultiMahalanobis: _LAYERS,
+    framework.RankFeat: _LAYERS,
+    LogitsDetector: _LOGITS,
+    FeaturesDetector: _FEATURES,
+    FeatureMapsDetector: _MAPS,
+    Detector: _INPUTS,
+}
 
+#: methods that fit and score
+_METHODS: Mapping[Representation, tuple[str, str]] = {
+    _MOMENTS: ("fit_features", "predict_features"),
+    _FEATURES: ("fit_features", "predict_features"),
+    _MAPS: ("fit_feature_maps", "predict_feature_maps"),
+    _LOGITS: ("fit_logits", "predict_logits"),
+    _HEAD: ("fit", "predict"),
+    _INPUTS: ("fit", "predict"),
+}
 
-class Unserved(Exception):
-    """A detector needs what the backbone does not give. The message says what."""
+#: fitted on held-out data, as the framework's own benchmark script does
+_CALIBRATED = (framework.TemperatureScaling, framework.KLMatching)
 
-
-@dataclass(frozen=True, eq=False)
-class Sources:
-    """What there is to build detectors from.
-
-    Attributes:
-        feature_dim: D.
-        num_classes: K.
-        encoder: maps inputs to features; None if only features are there.
-        head: the classifier on the features, or None.
-        differentiable: whether the inputs are real numbers, so that gradients reach them.
-        norm_std: standard deviations that the inputs were normalised by, per channel, if known.
-        text_embeddings: embeddings of the class names of shape (K, D), from a vision-language backbone.
-        seed: for detectors that have one.
-        progress: whether detectors that train show a bar.
-    """
-
-    feature_dim: int
-    num_classes: int
-    encoder: nn.Module | None = None
-    head: nn.Linear | None = None
-    differentiable: bool = True
-    norm_std: list[float] | None = None
-    text_embeddings: Tensor | None = field(default=None, repr=False)
-    seed: int = 0
-    progress: bool = False
+#: features per batch for detectors that are fitted on a loader of them
+_HEAD_BATCH = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A detector that is ready to be fitted.
+class Adapter:
+    """A detector, and how it is fitted and scored.
 
     Attributes:
         detector: the detector.
-        route: what it works on.
+        fitted_on: what it is fitted on; None if it needs no fit.
+        scored_on: what it scores.
         fit_split: the split that it is fitted on, ``train`` or, for calibration, ``val``.
     """
 
     detector: Detector
-    route: Route
-    fit_split: str
+    fitted_on: Representation | None
+    scored_on: Representation
+    fit_split: str = "train"
+
+    def fit(self, data: Any) -> None:
+        """Fit the detector.
+
+        Args:
+            data: for detectors on inputs a loader of pairs (x, y); for those on moments the moments; for these and all
+                others the encoded training set, with labels.
+
+        Raises:
+            KeyboardInterrupt: if the detector took Ctrl-C as a wish to end its fit early.
+        """
+        detector: Any = self.detector
+        if self.fitted_on is None:
+            return
+        if not isinstance(data, Encoded):
+            (detector.fit_moments if self.fitted_on is _MOMENTS else detector.fit)(data)
+        else:
+            values, labels = take(self.fitted_on, data), cast(Tensor, data.labels)
+            if not hasattr(detector, "state_dict"):
+                values, labels = values.cpu(), labels.cpu()  # the framework fits on the CPU, partly with numpy
+            if self.fitted_on is _HEAD:
+                pairs = TensorDataset(values, labels)
+                detector.fit(DataLoader(pairs, _HEAD_BATCH, generator=torch.Generator()))
+            else:
+                getattr(detector, _METHODS[self.fitted_on][0])(values, labels)
+        raise_if_interrupted(detector)
+
+    def score(self, encoded: Encoded) -> Tensor:
+        """Outlier scores of an encoded batch, shape (B,); higher means more likely OOD."""
+        return self.score_values(take(self.scored_on, encoded))
+
+    def score_values(self, values: Any) -> Tensor:
+        """Outlier scores of what :func:`take` gives."""
+        predict = getattr(self.detector, _METHODS[self.scored_on][1])
+        if self.scored_on not in (_HEAD, _INPUTS):
+            with torch.no_grad():
+                return predict(values)
+        # such detectors may differentiate: copies made outside of inference mode can take part in autograd
+        with torch.inference_mode(False), torch.enable_grad():
+            scores = predict(apply_to_collection(values, Tensor, torch.clone))
+        return scores.detach() if isinstance(scores, Tensor) else scores
 
 
-_HEAD = (framework.GradNorm, framework.GradUncertainty, framework.NACUE)
-_INPUTS = (framework.ODIN, framework.MahalanobisODIN, framework.MCD)
-_LAYERS = (framework.Gram, framework.MultiMahalanobis, framework.RankFeat)
-#: fitted on held-out data, as the framework's own benchmark script does
-_CALIBRATED = (framework.TemperatureScaling, framework.KLMatching)
+def take(representation: Representation, encoded: Encoded) -> Any:
+    """What a detector is fed, from an encoded batch."""
+    if representation is _LOGITS:
+        if encoded.logits is None:
+            raise ValueError("there are no logits: the head's output is not a tensor of shape (B, C).")
+        return encoded.logits
+    if representation is _INPUTS:
+        return encoded.inputs
+    if representation is _MAPS:
+        return encoded.features.float()[:, :, None, None]  # as the framework documents it for pooled features
+    return encoded.features.float() if representation is _HEAD else encoded.features
 
 
-def prepare(factory: Factory, sources: Sources) -> Prepared:
-    """Build a detector for a backbone.
+def adopt(detector: Detector) -> Adapter:
+    """A detector that somebody else has made: what it is fed follows from what it offers.
+
+    One that is neither on features nor on logits has a network of its own, so it gets inputs.
+    """
+    fed = _fed(type(detector))
+    scored_on = fed if fed in (_FEATURES, _LOGITS) else _INPUTS
+    return Adapter(detector, _fitted_on(detector, scored_on), scored_on)
+
+
+def _fed(kind: type[Detector]) -> Representation:
+    return next(fed for base, fed in _FED.items() if issubclass(kind, base))
+
+
+def _fitted_on(detector: Detector, otherwise: Representation) -> Representation | None:
+    if hasattr(detector, "new_moments") and hasattr(detector, "fit_moments"):
+        return _MOMENTS
+    return otherwise if detector.requires_fit else None
+
+
+def detector_class(factory: object) -> type[Detector] | None:
+    """The detector class that a factory is, or is a partial of; None if it is something else."""
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    return factory if isinstance(factory, type) and issubclass(factory, Detector) else None
+
+
+def build(factory: Factory, parts: Parts) -> Adapter:
+    """Build a detector.
 
     Args:
         factory: a detector class, or a ``functools.partial`` of one with its options.
-        sources: what the backbone gives.
+        parts: what there is to build it from.
 
     Returns:
         The detector and how to use it.
 
     Raises:
-        Unserved: if the backbone cannot serve it.
+        NotSupported: if it needs something else.
         TypeError: if the factory makes no detector.
         ValueError: if the detector refuses its options.
 
     Example:
         >>> from rmd_plugin import RMD
-        >>> prepare(RMD, Sources(feature_dim=8, num_classes=2)).route
-        <Route.FEATURES: 'features'>
+        >>> build(RMD, Parts(feature_dim=8, num_classes=2)).scored_on
+        <Representation.FEATURES: 'features'>
     """
     target, options = _unwrap(factory)
-    if issubclass(_kind(target), _LAYERS):
-        raise Unserved("needs feature maps of inner layers, one pass to pooled features does not keep them")
-    route = _route(target)
-    if route is Route.INPUTS and not sources.differentiable and issubclass(_kind(target), GradientDetector):
-        raise Unserved("needs gradients with respect to the inputs, which are no real numbers here")
-    # null in a config: as the backbone has it
-    options = {name: value for name, value in options.items() if value is not None or name not in _PROVIDERS}
-    for name, parameter in inspect.signature(target).parameters.items():
-        if name in options or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        required = parameter.default is parameter.empty
-        if not required and name in _HYPERPARAMETERS:
-            continue
-        if name in _PROVIDERS:
-            try:
-                value = _PROVIDERS[name](sources, route)
-            except Unserved:
-                if required:
-                    raise
-                continue
-            if value is not None or required:
-                options[name] = value
-        elif required:
-            raise Unserved(f"needs {name}, which no backbone gives: set it in the detector's config")
-    if issubclass(_kind(target), framework.NACUE):
-        options.update(zip(("model", "layers"), _watched(sources), strict=True))
-    if issubclass(_kind(target), framework.GradNorm):
-        # as in its paper: the weight of the last layer, which is the model it gets
-        options.setdefault("param_filter", _is_weight)
-    if route is Route.LOGITS:
-        _head(sources)
-    detector = target(**options)
+    kind = _kind(target)
+    fed = _fed(kind)
+    if fed is _LAYERS:
+        raise NotSupported("needs feature maps of inner layers, one pass to pooled features does not keep them")
+    if fed is _INPUTS and not parts.differentiable and issubclass(kind, GradientDetector):
+        raise NotSupported("needs gradients with respect to the inputs, which are no real numbers here")
+    detector = target(**arguments_for(target, kind, options, parts, fed))
     if not isinstance(detector, Detector):
         raise TypeError(f"{target} gave a {type(detector).__name__}, expected a pytorch_ood Detector.")
     if isinstance(detector, framework.MCD) and not _has_dropout(detector.model):
-        raise Unserved("the network has no dropout")
-    return Prepared(detector, route, "val" if isinstance(detector, _CALIBRATED) else "train")
+        raise NotSupported("the network has no dropout")
+    # its encoder is the one that the features come from
+    on_features = fed is _INPUTS and hasattr(detector, "fit_features")
+    fitted_on = _fitted_on(detector, _FEATURES if on_features else fed)
+    return Adapter(detector, fitted_on, fed, "val" if isinstance(detector, _CALIBRATED) else "train")
 
 
 def _unwrap(factory: Factory) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -162,115 +225,6 @@ def _kind(target: Callable[..., Any]) -> type[Detector]:
     if not isinstance(kind, type) or not issubclass(kind, Detector):
         raise TypeError(f"expected a detector class, or a function whose annotation says it returns one, got {target}.")
     return kind
-
-
-def _route(target: Callable[..., Any]) -> Route:
-    kind = _kind(target)
-    for classes, route in ((_HEAD, Route.HEAD), (_INPUTS, Route.INPUTS)):
-        if issubclass(kind, classes):
-            return route
-    for base, route in (
-        (LogitsDetector, Route.LOGITS),
-        (FeaturesDetector, Route.FEATURES),
-        (FeatureMapsDetector, Route.MAPS),
-    ):
-        if issubclass(kind, base):
-            return route
-    return Route.INPUTS
-
-
-# -- what detectors can be given, by parameter name -----------------------------------------------------------------
-
-
-def _head(sources: Sources) -> nn.Linear:
-    if sources.head is None:
-        raise Unserved("needs a classifier, and the backbone has none: head=linear_probe fits one")
-    # a copy: detectors move, and some change, what they are given
-    return deepcopy(sources.head)
-
-
-def _any_head(sources: Sources, route: Route) -> nn.Module:
-    head = _head(sources)
-    return nn.Sequential(nn.Flatten(1), head) if route is Route.MAPS else head
-
-
-def _bias(sources: Sources, _route: Route) -> Tensor:
-    head = _head(sources)
-    return torch.zeros(head.out_features) if head.bias is None else head.bias.detach()
-
-
-def _model(sources: Sources, route: Route) -> nn.Module | None:
-    if route is Route.LOGITS:
-        return None  # logits are handed over as they are
-    if route is Route.HEAD:
-        return _head(sources)
-    return nn.Sequential(_network(sources), _head(sources)).eval()
-
-
-def _encoder(sources: Sources, route: Route) -> nn.Module | None:
-    return _network(sources) if route is Route.INPUTS else None
-
-
-def _network(sources: Sources) -> nn.Module:
-    if sources.encoder is None:
-        raise Unserved("needs the inputs and the network, only features are there")
-    return sources.encoder
-
-
-def _is_weight(name: str) -> bool:
-    return name.endswith("weight")
-
-
-def _text_embeddings(sources: Sources, _route: Route) -> Tensor:
-    if sources.text_embeddings is None:
-        raise Unserved("needs text embeddings of the class names, from a vision-language backbone")
-    return sources.text_embeddings
-
-
-def _class_weights(_sources: Sources, _route: Route) -> Tensor:
-    raise Unserved("needs class weights, which come from training with the VOS loss")
-
-
-def _nothing(_sources: Sources, _route: Route) -> None:
-    return None
-
-
-_PROVIDERS: Mapping[str, Callable[[Sources, Route], Any]] = {
-    "encoder": _encoder,
-    "backbone": _nothing,
-    "model": _model,
-    "head": _any_head,
-    "w": lambda sources, _: _head(sources).weight.detach(),
-    "b": _bias,
-    # the framework's documentation has 64 for D = 128; a smaller D keeps the half
-    "d": lambda sources, _: max(1, min(64, sources.feature_dim // 2)),
-    # as many directions as classes can differ in; the paper's best, found on test data, was 76 for 100 classes
-    "components": lambda sources, _: max(1, min(sources.num_classes - 1, sources.feature_dim)),
-    "layers": _nothing,  # prepare() puts them in, together with the model
-    "num_classes": lambda sources, _: sources.num_classes,
-    "norm_std": lambda sources, _: sources.norm_std,
-    "seed": lambda sources, _: sources.seed,
-    "progress": lambda sources, _: sources.progress,
-    "text_embeddings": _text_embeddings,
-    "weights": _class_weights,
-}
-
-
-#: what a detector knows better itself, if it has a default
-_HYPERPARAMETERS = ("d", "components")
-
-
-class _Watch(nn.Module):
-    """Passes features on as the start of a graph, so that gradients with respect to them exist."""
-
-    def forward(self, z: Tensor) -> Tensor:
-        return z.detach().requires_grad_()
-
-
-def _watched(sources: Sources) -> tuple[nn.Module, list[nn.Module]]:
-    """The head behind its input layer, as NAC wants it: on the penultimate layer, from features."""
-    watch = _Watch()
-    return nn.Sequential(watch, _head(sources)).eval(), [watch]
 
 
 def _has_dropout(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Bootstrap intervals of AUROC: both sets resampled, the same resamples for every detector, thousands per second."""
+"""AUROC by ranks, and its bootstrap intervals: both sets resampled, the same resamples for every detector."""
 
 from __future__ import annotations
 
@@ -13,97 +13,89 @@ _KEEP_BYTES = 2**28
 
 
 def auroc(id_scores: np.ndarray, ood_scores: np.ndarray) -> float:
-    """Probability that an OOD score exceeds an in-distribution one; ties count half.
+    """Probability that an OOD sample scores higher than an ID sample; ties count half.
 
     Args:
-        id_scores: scores of the in-distribution samples, shape (N,).
+        id_scores: scores of the ID samples, shape (N,).
         ood_scores: scores of the OOD samples, shape (M,).
+
+    Returns:
+        The area under the ROC curve, between 0 and 1.
+
+    Raises:
+        ValueError: if one of the sets is empty, or a score is NaN.
 
     Example:
         >>> auroc(np.array([0.0, 1.0]), np.array([1.0, 2.0]))
         0.875
     """
-    if min(len(id_scores), len(ood_scores)) == 0:
-        raise ValueError(f"scores of both sets are needed, got {len(id_scores)} ID and {len(ood_scores)} OOD scores.")
+    ranked, below, reached = _ranks(np.asarray(id_scores), np.asarray(ood_scores))
+    if not len(ranked) or not len(below):
+        raise ValueError(f"AUROC needs ID and OOD scores, got {len(ranked)} and {len(below)}.")
+    return float((below + reached).sum() / (2 * len(ranked) * len(below)))
+
+
+def _ranks(id_scores: np.ndarray, ood_scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Order of the ID samples, and how many of them lie below, and not above, each OOD sample."""
     if np.isnan(id_scores).any() or np.isnan(ood_scores).any():
         raise ValueError("scores contain NaN.")
-    ranked = np.sort(id_scores)
-    below, reached = (np.searchsorted(ranked, ood_scores, side) for side in ("left", "right"))
-    return float((below + reached).mean() / (2 * len(ranked)))
+    order = np.argsort(id_scores, kind="stable")
+    ranked = id_scores[order]
+    return order, np.searchsorted(ranked, ood_scores, "left"), np.searchsorted(ranked, ood_scores, "right")
 
 
 class Bootstrap:
-    """Resamples of one in-distribution and one OOD set.
+    """Resamples of one ID and one OOD set.
 
-    In-distribution and OOD samples are drawn separately, with replacement, as many as there are. All detectors see the
+    ID and OOD samples are drawn separately, with replacement, as many as there are. All detectors see the
     same resamples, so their differences can be judged too.
 
     Args:
-        known: number N of in-distribution samples.
-        unknown: number M of OOD samples.
+        n_id: number N of ID samples.
+        n_ood: number M of OOD samples.
         resamples: number R of resamples.
         seed: of the draws.
 
     Example:
         >>> rng = np.random.default_rng(0)
-        >>> known, unknown = rng.normal(size=500), rng.normal(1.0, size=300)
-        >>> low, high = Bootstrap(500, 300).interval(known, unknown)
+        >>> id_scores, ood_scores = rng.normal(size=500), rng.normal(1.0, size=300)
+        >>> low, high = Bootstrap(500, 300).interval(id_scores, ood_scores)
         >>> low < 0.76 < high  # the truth, Phi(1 / sqrt(2))
         True
     """
 
-    def __init__(self, known: int, unknown: int, *, resamples: int = 1000, seed: int = 0) -> None:
-        if min(known, unknown, resamples) < 1:
-            raise ValueError(f"known, unknown and resamples must be at least 1, got {known}, {unknown}, {resamples}.")
-        self.known, self.unknown, self.resamples, self.seed = known, unknown, resamples, seed
+    def __init__(self, n_id: int, n_ood: int, *, resamples: int = 1000, seed: int = 0) -> None:
+        if min(n_id, n_ood, resamples) < 1:
+            raise ValueError(f"n_id, n_ood and resamples must be at least 1, got {n_id}, {n_ood}, {resamples}.")
+        self.n_id, self.n_ood, self.resamples, self.seed = n_id, n_ood, resamples, seed
         self._kept: list[tuple[np.ndarray, np.ndarray]] | None = None
-        if (known + unknown) * resamples * 2 <= _KEEP_BYTES:
+        if (n_id + n_ood) * resamples * 2 <= _KEEP_BYTES:
             self._kept = list(self._draw())
 
-    def distribution(self, known: np.ndarray, unknown: np.ndarray) -> np.ndarray:
-        """AUROC of every resample; ties count half.
-
-        Args:
-            known: scores of the in-distribution samples, shape (N,).
-            unknown: scores of the OOD samples, shape (M,).
-
-        Returns:
-            Shape (R,).
-        """
-        if known.shape != (self.known,) or unknown.shape != (self.unknown,):
+    def distribution(self, id_scores: np.ndarray, ood_scores: np.ndarray) -> np.ndarray:
+        """AUROC of every resample, shape (R,), from ID scores (N,) and OOD scores (M,); ties count half."""
+        if id_scores.shape != (self.n_id,) or ood_scores.shape != (self.n_ood,):
             raise ValueError(
-                f"scores must have shapes ({self.known},) and ({self.unknown},), got {known.shape} and {unknown.shape}."
+                f"scores must have shapes ({self.n_id},) and ({self.n_ood},), "
+                f"got {id_scores.shape} and {ood_scores.shape}."
             )
-        if np.isnan(known).any() or np.isnan(unknown).any():
-            raise ValueError("scores contain NaN.")
-        order = np.argsort(known, kind="stable")
-        ranked = known[order]
-        below, reached = (np.searchsorted(ranked, unknown, side) for side in ("left", "right"))
+        order, below, reached = _ranks(id_scores, ood_scores)
         ties = not np.array_equal(below, reached)
         areas = []
-        for times_known, times_unknown in self._draw() if self._kept is None else self._kept:
-            # how many resampled in-distribution scores lie below the i-th smallest
-            smaller = np.zeros((len(times_known), self.known + 1), dtype=np.int32)
-            np.cumsum(times_known[:, order], axis=1, dtype=np.int32, out=smaller[:, 1:])
+        for id_times, ood_times in self._draw() if self._kept is None else self._kept:
+            # how many resampled ID scores lie below the i-th smallest
+            smaller = np.zeros((len(id_times), self.n_id + 1), dtype=np.int32)
+            np.cumsum(id_times[:, order], axis=1, dtype=np.int32, out=smaller[:, 1:])
             beaten = smaller[:, below].astype(np.float64)
             if ties:
                 beaten = (beaten + smaller[:, reached]) / 2
-            areas.append(np.einsum("rm,rm->r", beaten, times_unknown))
-        return np.concatenate(areas) / (self.known * self.unknown)
+            areas.append(np.einsum("rm,rm->r", beaten, ood_times))
+        return np.concatenate(areas) / (self.n_id * self.n_ood)
 
-    def interval(self, known: np.ndarray, unknown: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-        """Percentile interval of AUROC.
-
-        Args:
-            known: scores of the in-distribution samples, shape (N,).
-            unknown: scores of the OOD samples, shape (M,).
-            level: part of the resamples inside the interval.
-
-        Returns:
-            Lower and upper end.
-        """
+    def interval(self, id_scores: np.ndarray, ood_scores: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+        """Percentile interval of AUROC, which holds the part ``level`` of the resamples: lower and upper end."""
         tail = (1 - level) / 2
-        low, high = np.quantile(self.distribution(known, unknown), [tail, 1 - tail])
+        low, high = np.quantile(self.distribution(id_scores, ood_scores), [tail, 1 - tail])
         return float(low), float(high)
 
     def _draw(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -111,7 +103,7 @@ class Bootstrap:
         rng = np.random.default_rng(self.seed)
         for start in range(0, self.resamples, _CHUNK):
             rows = min(_CHUNK, self.resamples - start)
-            yield _times(rng, rows, self.known), _times(rng, rows, self.unknown)
+            yield _times(rng, rows, self.n_id), _times(rng, rows, self.n_ood)
 
 
 def _times(rng: np.random.Generator, rows: int, count: int) -> np.ndarray:

@@ -26,12 +26,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
-
-from rmd_plugin.atomic import replacing
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +41,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 #: features (B, D) and labels (B,) of one batch after the other
 Batches = Iterable[tuple[np.ndarray, np.ndarray]]
-
-
-_T = TypeVar("_T")
+StillTrue = Callable[[np.ndarray], bool]
 
 
 class CacheError(OSError):
@@ -56,7 +52,7 @@ class _Damaged(Exception):
     """An entry is there, but it is not what was written."""
 
 
-class _Foreign(Exception):
+class _CallersError(Exception):
     """Carries an error of the caller's own functions past the handling of the cache's errors."""
 
     def __init__(self, error: OSError) -> None:
@@ -107,7 +103,7 @@ class FeatureCache:
         count: int,
         *,
         about: dict[str, Any] | None = None,
-        still_true: Callable[[np.ndarray], bool] | None = None,
+        still_true: StillTrue | None = None,
     ) -> CachedFeatures:
         """Features of a key: from disk if they are there, else computed and kept.
 
@@ -128,74 +124,33 @@ class FeatureCache:
         """
         folder = self.folder(key)
         with self._explained(folder):
-            found = self._usable(folder, count, still_true, warn=True)
-            if found is not None:
+            if (found := _usable(folder, count, still_true, logging.WARNING)) is not None:
                 return found
-            with self._locked(key) as alone:
+            with self._locked(key):
                 # another job may have written it while this one waited
-                found = self._usable(folder, count, still_true, warn=False)
-                if found is not None:
+                if (found := _usable(folder, count, still_true, logging.DEBUG)) is not None:
                     return found
-                if alone:
-                    self._sweep(key)
-                self._discard(folder)
-                self._write(key, folder, _shielded_call(compute), count, about or {})
-            features, labels = _open(folder, count)
-        return CachedFeatures(features, labels, hit=False, folder=folder)
-
-    # -- reading --------------------------------------------------------------------------------------------------
-
-    def _usable(
-        self, folder: Path, count: int, still_true: Callable[[np.ndarray], bool] | None, *, warn: bool
-    ) -> CachedFeatures | None:
-        level = logging.WARNING if warn else logging.DEBUG
-        try:
-            features, labels = _open(folder, count)
-        except FileNotFoundError:
-            return None
-        except _Damaged as damage:
-            log.log(level, "The cached features in %s are damaged (%s) and are computed again.", folder, damage)
-            return None
-        if still_true is not None and not _shielded_call(still_true, features):
-            log.log(
-                level,
-                "The cached features in %s are not what the network gives today, although weights, data and transform "
-                "are the same: its code or a library has changed, or it is random. They are computed again.",
-                folder,
-            )
-            return None
-        return CachedFeatures(features, labels, hit=True, folder=folder)
-
-    # -- writing --------------------------------------------------------------------------------------------------
+                if folder.exists():
+                    shutil.rmtree(folder)
+                self._write(key, folder, _guarded(compute), count, about or {})
+            return CachedFeatures(*_open(folder, count), hit=False, folder=folder)
 
     def _write(self, key: str, folder: Path, batches: Batches, count: int, about: dict[str, Any]) -> None:
         aside = self.root / "tmp" / f"{key}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         aside.mkdir(parents=True)
         try:
             shape, dtype = _write_arrays(aside, batches, count)
-            entry = {"format": _FORMAT, "key": key, "shape": shape, "dtype": dtype, "written": _now(), **about}
-            with replacing(aside / _ENTRY) as file:
-                json.dump(entry, file, indent=2, default=str)
-                _flush(file)
+            now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            entry = {"format": _FORMAT, "key": key, "shape": shape, "dtype": dtype, "written": now, **about}
+            with _flushed(aside / _ENTRY) as file:
+                file.write(json.dumps(entry, indent=2, default=str).encode())
             folder.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.rename(aside, folder)
-            except OSError as error:
-                # without working locks another job may have been faster: its entry is as good
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                shutil.rmtree(aside, ignore_errors=True)
-            _flush_folder(folder.parent)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
-
-    def _discard(self, folder: Path) -> None:
-        """Take a bad entry away: out of sight in one step, then file by file."""
-        if folder.exists():
-            aside = self.root / "tmp" / f"{folder.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-            aside.parent.mkdir(parents=True, exist_ok=True)
-            os.rename(folder, aside)
+            os.rename(aside, folder)
+        except OSError as error:
+            # without working locks another job may have been faster: its entry is as good
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        finally:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _sweep(self, key: str) -> None:
@@ -212,21 +167,24 @@ class FeatureCache:
         return self.root / "locks" / f"{key}.lock"
 
     @contextmanager
-    def _locked(self, key: str) -> Iterator[bool]:
-        """Hold the lock of a key; says whether it could be had at all (some network drives have none)."""
+    def _locked(self, key: str) -> Iterator[None]:
+        """Hold the lock of a key, if it can be had at all: some network drives have none."""
         path = self._lock_file(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path)
         try:
-            _acquire(lock, key)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                log.info("Another job is computing the features %s...; waiting for it.", key[:12])
+                lock.acquire(poll_interval=0.2)
+            self._sweep(key)
         except (NotImplementedError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
                 raise
             log.warning("%s has no file locks; jobs may compute the same features twice.", self.root)
-            yield False
-            return
         try:
-            yield True
+            yield
         finally:
             lock.release()
 
@@ -235,77 +193,78 @@ class FeatureCache:
         """Turn errors of the operating system into one clear sentence."""
         try:
             yield
-        except _Foreign as carrier:
+        except _CallersError as carrier:
             raise carrier.error from carrier.error.__cause__
-        except _Damaged as damage:
-            # it was written a moment ago: something else writes to this folder
-            raise CacheError(
-                f"the features just written to {folder} are damaged: {damage}. Is the disk all right?"
-            ) from damage
+        except _Damaged as damage:  # it was written a moment ago: something else writes to this folder
+            message = f"the features just written to {folder} are damaged: {damage}. Is the disk all right?"
+            raise CacheError(message) from damage
         except OSError as error:
             if error.errno in _NO_SPACE:
-                reason = f"the disk of the feature cache is full ({self.root}, {_free(self.root)} free)"
-                remedy = "Free space there, give another folder with cache_dir=..."
+                reason, remedy = f"the disk of the feature cache is full ({self.root})", "Free space there"
             else:
                 reason = f"the feature cache cannot be used: {error.strerror or error} ({error.filename or folder})"
-                remedy = "Mend the permissions or delete that file, give another folder with cache_dir=..."
-            raise CacheError(f"{reason}. {remedy}, or go without: cache_dir=null.") from error
+                remedy = "Fix the permissions or delete that file"
+            raise CacheError(
+                f"{reason}. {remedy}, give another folder with cache_dir=..., or go without: cache_dir=null."
+            ) from error
 
 
-def _shielded(batches: Batches) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+@contextmanager
+def _callers_errors() -> Iterator[None]:
     try:
-        yield from batches
+        yield
     except OSError as error:
-        raise _Foreign(error) from error
+        raise _CallersError(error) from error
 
 
-def _shielded_call(function: Callable[..., _T], *arguments: object) -> _T:
+def _guarded(compute: Callable[[], Batches]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    with _callers_errors():
+        yield from compute()
+
+
+def _usable(folder: Path, count: int, still_true: StillTrue | None, level: int) -> CachedFeatures | None:
+    """The entry, if it is there, whole and true; why it is not is logged at ``level``."""
+    if not folder.is_dir():
+        return None
     try:
-        return function(*arguments)
-    except OSError as error:
-        raise _Foreign(error) from error
-
-
-def _acquire(lock: FileLock, key: str) -> None:
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        log.info("Another job is computing the features %s...; waiting for it.", key[:12])
-        # the operating system frees the lock even if that job is killed
-        lock.acquire(poll_interval=0.2)
+        features, labels = _open(folder, count)
+    except _Damaged as damage:
+        log.log(level, "The cached features in %s are damaged (%s) and are computed again.", folder, damage)
+        return None
+    with _callers_errors():
+        if still_true is None or still_true(features):
+            return CachedFeatures(features, labels, hit=True, folder=folder)
+    log.log(
+        level,
+        "The cached features in %s are not what the network gives today, although weights, data and transform are the "
+        "same: its code or a library has changed, or it is random. They are computed again.",
+        folder,
+    )
+    return None
 
 
 def _open(folder: Path, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Arrays of an entry, checked against its description.
+    """Features and labels of an entry, checked against its description.
 
     Raises:
-        FileNotFoundError: if there is no entry.
-        _Damaged: if it is not what was written.
+        _Damaged: if they are not what was written.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "no entry", str(folder))
     try:
         entry = json.loads((folder / _ENTRY).read_bytes())
         if entry["format"] != _FORMAT:
             raise _Damaged(f"format {entry['format']}, expected {_FORMAT}")
-        features = _map(folder / _FEATURES)
-        labels = np.array(_map(folder / _LABELS))
-        expected = (tuple(entry["shape"]), entry["dtype"])
+        # mode c: torch wants writable memory, and writing to it must not change the file
+        features = np.load(folder / _FEATURES, mmap_mode="c", allow_pickle=False)
+        labels = np.load(folder / _LABELS, allow_pickle=False)
+        expected = (tuple(entry["shape"]), entry["dtype"], (count,))
     except FileNotFoundError as error:
         raise _Damaged(f"{Path(error.filename).name} is missing") from error
     except (ValueError, KeyError, TypeError, EOFError) as error:
         raise _Damaged(str(error) or type(error).__name__) from error
-    if (features.shape, features.dtype.str) != expected or labels.shape != (count,) or len(features) != count:
-        raise _Damaged(
-            f"features {features.shape} {features.dtype.str} and labels {labels.shape}, expected {expected[0]} "
-            f"{expected[1]} and ({count},)"
-        )
+    found = (features.shape, features.dtype.str, labels.shape)
+    if found != expected or len(features) != count:
+        raise _Damaged(f"features and labels are {found}, expected {expected}")
     return features, labels
-
-
-def _map(path: Path) -> np.ndarray:
-    # mode c: torch wants writable memory, and writing to it must not change the file
-    return np.load(path, mmap_mode="c", allow_pickle=False)
 
 
 def _write_arrays(folder: Path, batches: Batches, count: int) -> tuple[list[int], str]:
@@ -315,8 +274,8 @@ def _write_arrays(folder: Path, batches: Batches, count: int) -> tuple[list[int]
     """
     labels = np.empty(count, dtype=np.int64)
     done, width, dtype = 0, 0, np.dtype(np.float32)
-    with open(folder / _FEATURES, "wb") as file:
-        for part, part_labels in _shielded(batches):
+    with _flushed(folder / _FEATURES) as file:
+        for part, part_labels in batches:
             if part.ndim != 2 or part_labels.shape != part.shape[:1]:
                 raise ValueError(
                     f"a batch is features (B, D) and labels (B,), got {part.shape} and {part_labels.shape}."
@@ -335,11 +294,8 @@ def _write_arrays(folder: Path, batches: Batches, count: int) -> tuple[list[int]
             raise ValueError(f"{done} samples came, {count} were promised.")
         if count == 0:
             _write_header(file, (0, 0), dtype)
-        _flush(file)
-    with open(folder / _LABELS, "wb") as file:
-        _write_header(file, labels.shape, labels.dtype)
-        file.write(labels.data)
-        _flush(file)
+    with _flushed(folder / _LABELS) as file:
+        np.save(file, labels)
     return [count, width], dtype.str
 
 
@@ -348,26 +304,10 @@ def _write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> No
     np.lib.format.write_array_header_1_0(file, header)
 
 
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    # makes the rename itself survive a power cut, where folders can be opened (not on Windows)
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _free(folder: Path) -> str:
-    with suppress(OSError):
-        return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB"
-    return "an unknown amount"
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+@contextmanager
+def _flushed(path: Path) -> Iterator[Any]:
+    """A file for writing, which is on the disk when the block ends."""
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())

@@ -13,19 +13,20 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from pytorch_ood.metrics.functional import accuracy, aupr, auroc, fpr_at_tpr
+from pytorch_ood.metrics.functional import accuracy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
-from rmd_plugin.compare.adapters import Factory, Prepared, Route, Sources, Unserved, prepare
+from rmd_plugin.compare.adapters import Adapter, Factory, build
 from rmd_plugin.compare.bootstrap import Bootstrap
 from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor, SplitFeatures
+from rmd_plugin.compare.metrics import compare_scores
+from rmd_plugin.compare.parts import NotSupported, Parts, Representation
 from rmd_plugin.compare.probe import fit_linear_probe
-from rmd_plugin.compare.rows import ACCURACY, AUPR_IN, AUPR_OUT, AUROC, FIT_SECONDS, FPR95, SCORE_SECONDS, Distance, Row
-from rmd_plugin.detectors.base import StatefulDetector, raise_if_interrupted
+from rmd_plugin.compare.rows import ACCURACY, AUROC, FIT_SECONDS, SCORE_SECONDS, Distance, Row
 from rmd_plugin.detectors.functional import NumericalWarning
-from rmd_plugin.encoding.isolation import evaluating
+from rmd_plugin.encoding.batches import Encoded
+from rmd_plugin.encoding.isolation import evaluating, isolated_rng
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def compare(
     """Fit and score every detector on a benchmark.
 
     Features are computed once per split and serve all detectors; only detectors that perturb the inputs run the network
-    again. A detector that fails, or that the backbone cannot serve, is a row with its reason.
+    again. A detector that fails, or that needs what the backbone does not give, is a row with its reason.
 
     Args:
         extractor: the benchmark behind the backbone.
@@ -92,11 +93,11 @@ def compare(
     try:
         run = _Run(extractor, result, benchmark, backbone, seed, resamples)
         run.choose_head(head, remark)
-        ready = run.prepare(detectors)
-        bar = tqdm(ready.items(), desc="detectors", unit="detector", leave=False, disable=not extractor.progress)
-        for name, prepared in bar:
+        built = run.build(detectors)
+        bar = tqdm(built.items(), desc="detectors", unit="detector", leave=False, disable=not extractor.progress)
+        for name, adapter in bar:
             bar.set_postfix_str(name)
-            run.evaluate(name, prepared)
+            run.evaluate(name, adapter)
             if after_each is not None:
                 after_each(result)
     except KeyboardInterrupt:
@@ -114,16 +115,15 @@ class _Run:
         self.extractor, self.result, self.seed = extractor, result, seed
         self.benchmark, self.backbone = benchmark, backbone
         self.train = extractor.features(TRAIN)
-        self.sets = [TEST, *extractor.distance]
-        self.tests = {name: extractor.features(name) for name in self.sets}
-        self.num_classes = int(getattr(extractor.benchmark, "num_classes", 0)) or int(self.train.labels.max()) + 1
-        known = len(self.tests[TEST].labels)
+        self.ood_names = list(extractor.distance)
+        sizes = {name: len(extractor.features(name).labels) for name in (TEST, *self.ood_names)}
+        self.num_classes = extractor.benchmark.num_classes
         self.bootstraps = {
-            name: Bootstrap(known, len(self.tests[name].labels), resamples=resamples, seed=seed)
-            for name in (self.sets[1:] if resamples else ())
+            name: Bootstrap(sizes[TEST], sizes[name], resamples=resamples, seed=seed)
+            for name in (self.ood_names if resamples else ())
         }
         self.head: nn.Linear | None = None
-        self.validation = self.train
+        self._encoded: dict[str, Encoded] = {}
 
     def row(self, detector: str, metric: str, value: float = math.nan, *, ood: str = "", **more: Any) -> Row:
         distance = cast(Distance, self.extractor.distance.get(ood, ""))
@@ -160,44 +160,51 @@ class _Run:
         if self.head is None:
             self.result.rows.append(self.row("", ACCURACY).failed(origin, "skipped"))
             return
-        test = self.tests[TEST]
-        value = float(accuracy(self.logits(test).argmax(1), test.labels))
+        test = self.encoded(TEST)
+        value = float(accuracy(cast(Tensor, test.logits).argmax(1), cast(Tensor, test.labels)))
         self.result.rows.append(self.row("", ACCURACY, value, reason=origin))
 
-    def logits(self, split: SplitFeatures) -> Tensor:
-        """Logits (N, K) of a split: the head is linear, so they need no pass through the network."""
-        head = cast(nn.Linear, self.head)
-        with torch.no_grad():
-            weight = head.weight.detach().cpu()
-            bias = None if head.bias is None else head.bias.detach().cpu()
-            parts = [nn.functional.linear(z.to(weight.dtype), weight, bias) for z in split.features.split(65_536)]
-            return torch.cat(parts)
+    def encoded(self, split: str) -> Encoded:
+        """A split with its logits, if there is a head: it is linear, so they need no pass through the network."""
+        if split not in self._encoded:
+            found = self._features(split)
+            logits = None if self.head is None else _logits(self.head, found.features)
+            self._encoded[split] = Encoded(found.features, logits, found.labels)
+        return self._encoded[split]
+
+    def _features(self, split: str) -> SplitFeatures:
+        try:
+            return self.extractor.features(split)
+        except (ValueError, KeyError):
+            if split != VAL:
+                raise
+            log.info("There is no validation data; calibrating on the training data.")
+            return self.train
 
     # -- detectors ------------------------------------------------------------------------------------------------
 
-    def prepare(self, detectors: Mapping[str, Factory]) -> dict[str, Prepared]:
+    def build(self, detectors: Mapping[str, Factory]) -> dict[str, Adapter]:
         """Build the detectors; those that cannot be built become rows."""
-        sources = self._sources()
-        ready = {}
+        parts = self._parts()
+        built = {}
         for name, factory in detectors.items():
             try:
-                ready[name] = prepare(factory, sources)
-            except Unserved as reason:
+                built[name] = build(factory, parts)
+            except NotSupported as reason:
                 self.result.rows.append(self.row(name, AUROC).failed(str(reason), "skipped"))
             except Exception as error:  # whatever a detector does wrong, the others stand
                 self._failed(name, error)
-        if any(prepared.fit_split == VAL for prepared in ready.values()):
-            self.validation = self._load_validation()  # here, so that it does not count as a detector's time
-        return ready
+        for split in {adapter.fit_split for adapter in built.values()}:
+            self.encoded(split)  # here, so that it does not count as a detector's time
+        return built
 
-    def _sources(self) -> Sources:
+    def _parts(self) -> Parts:
         extractor = self.extractor
         sample = extractor.dataset(TEST)[0][0]
-        transform = getattr(extractor.dataset(TEST), "transform", None)
-        std = getattr(transform, "std", None)
+        std = getattr(getattr(extractor.dataset(TEST), "transform", None), "std", None)
         embed = getattr(extractor.backbone, "text_embeddings", None)
-        names = getattr(extractor.benchmark, "class_names", None)
-        return Sources(
+        names = extractor.benchmark.class_names
+        return Parts(
             feature_dim=self.train.features.shape[1],
             num_classes=self.num_classes,
             encoder=extractor.encoder,
@@ -209,16 +216,15 @@ class _Run:
             progress=extractor.progress,
         )
 
-    def evaluate(self, name: str, prepared: Prepared) -> None:
+    def evaluate(self, name: str, adapter: Adapter) -> None:
         """Fit one detector, score all test sets, add its rows."""
         remarks: list[str] = []
         try:
-            with _seeded(self.seed), _collected(remarks):
+            with isolated_rng(self.seed), _collected(remarks):
                 started = time.perf_counter()
-                self._fit(prepared)
-                raise_if_interrupted(prepared.detector)
+                self._fit(adapter)
                 fitted = time.perf_counter()
-                scores = {split: self._score(prepared, split) for split in self.sets}
+                scores = {split: self._score(adapter, split) for split in (TEST, *self.ood_names)}
                 done = time.perf_counter()
             rows = self._rate(name, scores, "; ".join(remarks))
             rows.append(self.row(name, FIT_SECONDS, fitted - started))
@@ -235,88 +241,51 @@ class _Run:
         log.debug("%s failed", name, exc_info=error)
         self.result.rows.append(self.row(name, AUROC).failed(reason))
 
-    def _fit(self, prepared: Prepared) -> None:
-        detector, route = prepared.detector, prepared.route
+    def _fit(self, adapter: Adapter) -> None:
         if self.extractor.device.type != "cpu":
-            detector.to(self.extractor.device)
-        if not detector.requires_fit:
-            return
-        split = self.validation if prepared.fit_split == VAL else self.train
-        if route is Route.LOGITS:
-            detector.fit_logits(self.logits(split), split.labels)  # type: ignore[attr-defined]
-        elif route is Route.FEATURES or (route is Route.INPUTS and hasattr(detector, "fit_features")):
-            detector.fit_features(split.features, split.labels)  # type: ignore[attr-defined]
-        elif route is Route.MAPS:
-            detector.fit_feature_maps(_as_maps(split.features), split.labels)  # type: ignore[attr-defined]
-        elif route is Route.HEAD:
-            data = TensorDataset(split.features.float(), split.labels)
-            detector.fit(DataLoader(data, batch_size=self._chunk_rows(), generator=torch.Generator()))
-        else:
+            adapter.detector.to(self.extractor.device)
+        if adapter.fitted_on is Representation.INPUTS:
             with evaluating(self.extractor.encoder):
-                detector.fit(self.extractor.loader(prepared.fit_split))
-
-    def _load_validation(self) -> SplitFeatures:
-        try:
-            return self.extractor.features(VAL)
-        except (ValueError, KeyError):
-            log.info("There is no validation data; calibrating on the training data.")
-            return self.train
-
-    def _score(self, prepared: Prepared, split: str) -> np.ndarray:
-        detector, route = prepared.detector, prepared.route
-        if route is Route.INPUTS:
-            return self._score_inputs(prepared, split)
-        data = self.tests[split]
-        if route is Route.LOGITS:
-            values, score = self.logits(data), detector.predict_logits  # type: ignore[attr-defined]
-        elif route is Route.MAPS:
-            values, score = _as_maps(data.features), detector.predict_feature_maps  # type: ignore[attr-defined]
-        elif route is Route.HEAD:
-            values, score = data.features.float(), detector.predict
+                adapter.fit(self.extractor.loader(adapter.fit_split))
         else:
-            values, score = data.features, detector.predict_features  # type: ignore[attr-defined]
-        # ours divide the work themselves
-        rows = len(values) if isinstance(detector, StatefulDetector) else self._chunk_rows()
-        return np.concatenate([_to_numpy(score(part), len(part)) for part in values.split(max(rows, 1))])
+            adapter.fit(self.encoded(adapter.fit_split))
 
-    def _score_inputs(self, prepared: Prepared, split: str) -> np.ndarray:
-        loader = self.extractor.loader(split)
-        self.extractor.encoder.to(self.extractor.device)
-        title = f"{type(prepared.detector).__name__} {split}"
-        parts = []
-        with evaluating(self.extractor.encoder):
-            for x, _ in self.extractor.bar(loader, title):
-                parts.append(_to_numpy(prepared.detector.predict(x.to(self.extractor.device)), len(x)))
-        return np.concatenate(parts)
+    def _score(self, adapter: Adapter, split: str) -> np.ndarray:
+        if adapter.scored_on is Representation.INPUTS:
+            return self._score_inputs(adapter, split)
+        data = self.encoded(split)
+        rows = max(16, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // (self.num_classes * data.features.shape[1])))
+        chunks = [data.select(slice(start, start + rows)) for start in range(0, len(data), rows)]
+        return np.concatenate([_to_numpy(adapter.score(chunk), len(chunk)) for chunk in chunks])
 
-    def _chunk_rows(self) -> int:
-        return max(16, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // (self.num_classes * self.train.features.shape[1])))
+    def _score_inputs(self, adapter: Adapter, split: str) -> np.ndarray:
+        batches = self.extractor.bar(self.extractor.loader(split), f"{type(adapter.detector).__name__} {split}")
+        encoder, device = self.extractor.encoder, self.extractor.device
+        with evaluating(encoder.to(device)):
+            return np.concatenate([_to_numpy(adapter.score_values(x.to(device)), len(x)) for x, _ in batches])
 
     # -- metrics --------------------------------------------------------------------------------------------------
 
     def _rate(self, name: str, scores: dict[str, np.ndarray], remark: str) -> list[Row]:
         rows = []
-        known = scores[TEST]
-        for ood in self.sets[1:]:
-            values = torch.from_numpy(np.concatenate([known, scores[ood]]))
-            labels = torch.cat([torch.zeros(len(known)), -torch.ones(len(scores[ood]))]).long()
+        for ood in self.ood_names:
             try:
                 low = high = math.nan
                 if self.bootstraps:
-                    low, high = self.bootstraps[ood].interval(known, scores[ood])
-                area = float(auroc(values, labels))
-                rows.append(self.row(name, AUROC, area, ood=ood, low=low, high=high, reason=remark))
-                rows.append(self.row(name, AUPR_IN, float(aupr(values, labels, "id")), ood=ood))
-                rows.append(self.row(name, AUPR_OUT, float(aupr(values, labels, "ood")), ood=ood))
-                rows.append(self.row(name, FPR95, float(fpr_at_tpr(values, labels, 0.95)), ood=ood))
+                    low, high = self.bootstraps[ood].interval(scores[TEST], scores[ood])
+                values = compare_scores(torch.from_numpy(scores[TEST]), torch.from_numpy(scores[ood]))
+                for metric, value in values.items():
+                    more: dict[str, Any] = {"low": low, "high": high, "reason": remark} if metric == AUROC else {}
+                    rows.append(self.row(name, metric, float(value), ood=ood, **more))
             except ValueError as error:
                 rows.append(self.row(name, AUROC, ood=ood).failed(f"{ood}: {error}"))
         return rows
 
 
-def _as_maps(features: Tensor) -> Tensor:
-    """Pooled features as maps of one pixel, which is how the framework documents it."""
-    return features.float()[:, :, None, None]
+def _logits(head: nn.Linear, features: Tensor) -> Tensor:
+    weight = head.weight.detach().cpu()
+    bias = None if head.bias is None else head.bias.detach().cpu()
+    return torch.cat([nn.functional.linear(z.to(weight.dtype), weight, bias) for z in features.split(65_536)])
 
 
 def _to_numpy(scores: Tensor, count: int) -> np.ndarray:
@@ -324,19 +293,6 @@ def _to_numpy(scores: Tensor, count: int) -> np.ndarray:
         found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise ValueError(f"scores must have shape ({count},), got {found}")
     return scores.detach().cpu().double().numpy()
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """The same random numbers for every detector, whoever came before; the caller's generators come back after."""
-    state = np.random.get_state()  # noqa: NPY002 - scikit-learn and the framework use the global generator
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
-        try:
-            yield
-        finally:
-            np.random.set_state(state)  # noqa: NPY002
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -21,8 +21,7 @@ from rmd_plugin.compare.fingerprint import (
     fingerprint,
     hash_items,
 )
-from rmd_plugin.encoding.features import pool_features
-from rmd_plugin.encoding.isolation import evaluating
+from rmd_plugin.encoding.loop import PairEncoder, encode_batches
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +33,32 @@ _PROBES = 4
 
 
 class BenchmarkLike(Protocol):
-    """What a comparison needs of a benchmark; every ``pytorch_ood.benchmark.Benchmark`` has it.
+    """What a comparison needs of a benchmark, as :class:`rmd_plugin.benchmarks.base.OODBenchmark` has it.
 
-    Ours have more: ``fit_set`` (the training data without augmentation), ``val_set``, ``distance``, ``num_classes``.
+    The sets have ``with_transform(transform)``, for backbones with a transform of their own.
     """
 
-    ood_names: list[str]
+    @property
+    def num_classes(self) -> int:
+        """K."""
 
-    def train_set(self) -> Dataset[Any]:
-        """In-distribution training data."""
+    @property
+    def class_names(self) -> Sequence[str] | None:
+        """Names of the classes, if they have any."""
+
+    @property
+    def ood_names(self) -> Sequence[str]:
+        """Names of the OOD sets."""
+
+    @property
+    def distance(self) -> Mapping[str, str]:
+        """OOD set -> ``near``, ``far`` or an empty text."""
+
+    def fit_set(self) -> Dataset[Any]:
+        """ID training data without augmentation."""
+
+    def val_set(self) -> Dataset[Any]:
+        """ID validation data."""
 
     def test_sets(self, known: bool = True, unknown: bool = True) -> list[Dataset[Any]]:
         """Test sets, see ``pytorch_ood.benchmark.Benchmark``."""
@@ -104,8 +120,7 @@ class Extractor:
     @property
     def distance(self) -> dict[str, str]:
         """OOD set -> ``near``, ``far`` or, where the benchmark does not say, an empty text."""
-        tags = getattr(self.benchmark, "distance", {})
-        return {name: str(tags.get(name, "")) for name in self.benchmark.ood_names}
+        return {name: str(self.benchmark.distance.get(name, "")) for name in self.benchmark.ood_names}
 
     def dataset(self, split: str) -> Dataset[Any]:
         """The data of a split behind the backbone's transform, without augmentation.
@@ -116,10 +131,9 @@ class Extractor:
         Raises:
             KeyError: if there is no such split.
         """
-        dataset = self._raw(split)
+        dataset: Any = self._raw(split)
         transform = getattr(self.backbone, "test_transform", None)
-        replace = getattr(dataset, "with_transform", None)
-        return replace(transform) if transform is not None and callable(replace) else dataset
+        return dataset if transform is None else dataset.with_transform(transform)
 
     def loader(self, split: str, *, batch_size: int | None = None) -> DataLoader[Any]:
         """Batches of a split in order. The global random state is neither used nor changed."""
@@ -138,10 +152,9 @@ class Extractor:
 
     def _raw(self, split: str) -> Dataset[Any]:
         if split == TRAIN:
-            fit_set: Callable[[], Dataset[Any]] = getattr(self.benchmark, "fit_set", self.benchmark.train_set)
-            return fit_set()
-        if split == VAL and hasattr(self.benchmark, "val_set"):
-            return cast(Dataset[Any], self.benchmark.val_set())
+            return self.benchmark.fit_set()
+        if split == VAL:
+            return self.benchmark.val_set()
         if split == TEST:
             return self.benchmark.test_sets(known=True, unknown=False)[0]
         names = list(self.benchmark.ood_names)
@@ -180,16 +193,10 @@ class Extractor:
 
     def _encode(self, dataset: Dataset[Any], title: str | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         self.encoder.to(self.device)
+        shown = title if self.progress else None
         loader = self._loader(dataset)
-        with evaluating(self.encoder), torch.no_grad():
-            for batch in loader if title is None else self.bar(loader, title):
-                if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-                    raise ValueError(f"the data set must give pairs (x, label), got a {type(batch).__name__}.")
-                x, y = batch
-                z = pool_features(self.encoder(x.to(self.device)).detach())
-                # numpy has no bfloat16, and half precision would lose the covariances
-                z = z if z.dtype == torch.float64 else z.float()
-                yield z.cpu().numpy(), torch.as_tensor(y).cpu().numpy().astype(np.int64)
+        for encoded in encode_batches(PairEncoder(self.encoder), loader, device=self.device, title=shown):
+            yield encoded.features.cpu().numpy(), cast(Tensor, encoded.labels).cpu().numpy().astype(np.int64)
 
     def _key(self, dataset: Dataset[Any], split: str) -> str | None:
         """Hash of weights, data and transform; None if the transform has no content to hash."""

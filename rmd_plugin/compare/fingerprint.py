@@ -52,12 +52,6 @@ def encoder_fingerprint(backbone: nn.Module) -> str:
     """Hash of all that decides a backbone's features: the weights, structure and options of its encoder.
 
     The head does not count: logits are made from features again, so one set of features serves any head.
-
-    Args:
-        backbone: a module with ``.encoder``, or an encoder itself.
-
-    Returns:
-        64 hexadecimal digits.
     """
     encoder = getattr(backbone, "encoder", backbone)
     digest = hashlib.sha256()
@@ -82,13 +76,9 @@ def encoder_fingerprint(backbone: nn.Module) -> str:
 
 
 def dataset_fingerprint(dataset: Dataset[Any]) -> str | None:
-    """Hash of a data set's raw items and labels, where that is cheap.
+    """Hash of a data set's raw items and labels, where that is cheap; else None, see :func:`hash_items`.
 
-    Args:
-        dataset: one of our benchmarks' splits (which has ``digest()``), or parts of such, concatenated or selected.
-
-    Returns:
-        64 hexadecimal digits; None for a data set that does not know its content (see :func:`hash_items`).
+    Cheap is what has a ``digest()``, as our benchmarks' splits have, and parts of such, concatenated or selected.
     """
     digest = getattr(dataset, "digest", None)
     if callable(digest):
@@ -106,12 +96,6 @@ def hash_items(loader: DataLoader[Any] | Iterable[Any]) -> str:
     """Hash of everything a loader yields: for data sets without a digest, at the price of a pass over the data.
 
     The transform is part of it, since it has been applied. A random transform gives another hash every time.
-
-    Args:
-        loader: yields batches of tensors, arrays, texts and containers of these.
-
-    Returns:
-        64 hexadecimal digits.
     """
     digest = hashlib.sha256()
     for batch in loader:

@@ -7,7 +7,7 @@ kind "cat". Scores are taken as they are, without the sigmoid that torchmetrics'
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,24 +49,17 @@ def ood_metrics(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return dict(zip(METRICS, values, strict=True))
 
 
-def compare_sets(inliers: Tensor, outliers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The four metrics of one detector on several OOD sets, and their mean over the sets.
+def compare_scores(id_scores: Tensor, ood_scores: Tensor) -> dict[str, Tensor]:
+    """The four metrics of one detector on one OOD set, from ID scores (N,) and OOD scores (M,).
 
-    Args:
-        inliers: scores of the ID samples, shape (N,).
-        outliers: scores of the samples of each OOD set, by its name.
-
-    Returns:
-        Values under ``"<set>/<metric>"`` and ``"mean/<metric>"``.
+    Raises:
+        ValueError: if scores are NaN, or there is no ID or no OOD sample.
     """
-    results: dict[str, Tensor] = {}
-    for name, scores in outliers.items():
-        labels = torch.cat([torch.zeros_like(inliers, dtype=torch.long), torch.full_like(scores, -1, dtype=torch.long)])
-        for metric, value in ood_metrics(torch.cat([inliers, scores]), labels).items():
-            results[f"{name}/{metric}"] = value
-    for metric in METRICS if outliers else ():
-        results[f"{MEAN}/{metric}"] = torch.stack([results[f"{name}/{metric}"] for name in outliers]).mean()
-    return results
+    if not len(id_scores) or not len(ood_scores):
+        raise ValueError(f"there are {len(id_scores)} ID samples and {len(ood_scores)} OOD samples.")
+    labels = torch.zeros(len(id_scores) + len(ood_scores), dtype=torch.long, device=id_scores.device)
+    labels[len(id_scores) :] = -1
+    return ood_metrics(torch.cat([id_scores, ood_scores]), labels)
 
 
 class OODScores(Metric):
@@ -131,13 +124,14 @@ class OODScores(Metric):
         Raises:
             ValueError: if scores are NaN, or there is no ID or no OOD sample at all.
         """
-        inliers, outliers = self._split()
-        if not len(inliers) or not outliers:
-            raise ValueError(
-                f"metrics need ID and OOD samples, got {len(inliers)} ID samples and "
-                f"{sum(map(len, outliers.values()))} OOD samples."
-            )
-        return compare_sets(inliers, outliers)
+        id_scores, ood_scores = self._split()
+        if not ood_scores:
+            raise ValueError(f"there are {len(id_scores)} ID samples and 0 OOD samples.")
+        results = {name: compare_scores(id_scores, scores) for name, scores in ood_scores.items()}
+        results[MEAN] = {
+            metric: torch.stack([found[metric] for found in results.values()]).mean() for metric in METRICS
+        }
+        return {f"{name}/{metric}": value for name, found in results.items() for metric, value in found.items()}
 
     def gather(self) -> tuple[Tensor, dict[str, Tensor]]:
         """All scores, of all processes together: those of the ID samples, and those of each OOD set with samples.
@@ -196,15 +190,15 @@ class FeatureRows(Metric):
             ValueError: if rows are NaN or infinite, or the shapes do not fit.
         """
         check_labels(labels, len(rows))
-        known = labels >= 0
+        is_id = labels >= 0
         with torch.inference_mode(False):
-            rows, labels = rows.detach()[known].cpu().clone(), labels[known].cpu().clone()
+            rows, labels = rows.detach()[is_id].cpu().clone(), labels[is_id].cpu().clone()
             bad = int((~rows.isfinite()).any(1).sum())
             if bad:
                 raise ValueError(f"{bad} of {len(rows)} samples have NaN or infinite values. The batch was not added.")
             self.rows.append(rows)
             self.labels.append(labels)
-            self.index.append(index.to(known.device)[known].cpu().clone())
+            self.index.append(index.to(is_id.device)[is_id].cpu().clone())
 
     def compute(self) -> tuple[Tensor, Tensor]:
         """Rows (N, D) and labels (N,) of all processes, ordered by index.
@@ -214,7 +208,7 @@ class FeatureRows(Metric):
         """
         index = dim_zero_cat(self.index) if len(self.index) else torch.zeros(0)
         if not len(index):
-            raise ValueError("no in-distribution sample (label >= 0) was seen: there is nothing to fit.")
+            raise ValueError("no ID sample (label >= 0) was seen: there is nothing to fit.")
         order = index.argsort(stable=True)
         return dim_zero_cat(self.rows)[order], dim_zero_cat(self.labels)[order]
 

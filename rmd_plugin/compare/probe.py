@@ -37,17 +37,17 @@ def fit_linear_probe(
         A ``nn.Linear`` from D features to K logits, without gradients, in float32.
 
     Raises:
-        ValueError: if there is no in-distribution sample, or features are not finite.
+        ValueError: if there is no ID sample, or features are not finite.
     """
     check_features(features, None)
     check_labels(labels, len(features))
-    known = labels >= 0
-    if not bool(known.any()):
-        raise ValueError("there is no in-distribution sample (label >= 0) to fit a linear probe on.")
+    is_id = labels >= 0
+    if not bool(is_id.any()):
+        raise ValueError("there is no ID sample (label >= 0) to fit a linear probe on.")
     # inference mode and no_grad may be on where this is called
     with torch.inference_mode(False), torch.enable_grad():
-        z = features.detach()[known] if not bool(known.all()) else features.detach()
-        y = labels[known].to(z.device, torch.long)
+        z = features.detach()[is_id] if not bool(is_id.all()) else features.detach()
+        y = labels[is_id].to(z.device, torch.long)
         classes = int(y.max()) + 1 if num_classes is None else num_classes
         exact = z.numel() * classes <= _FLOAT64_SIZE and z.device.type != "mps"
         z = z.to(torch.float64 if exact else torch.float32, copy=True)

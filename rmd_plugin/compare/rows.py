@@ -91,12 +91,7 @@ class RowsError(ValueError):
 
 
 def write_rows(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
-    """Write rows as CSV, numbers to the last bit. The file appears whole or not at all.
-
-    Args:
-        rows: the rows.
-        path: file to write; its folder must exist.
-    """
+    """Write rows as CSV, numbers to the last bit. The file appears whole or not at all; its folder must exist."""
     with replacing(path, newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
@@ -133,13 +128,13 @@ def _parse(reader: csv.DictReader[str], path: str | os.PathLike[str]) -> Iterato
             f"{path} lacks the columns {', '.join(missing)}; it has {', '.join(reader.fieldnames or ['none'])}."
         )
     for record in reader:
-        known = {name: record[name] for name in COLUMNS if record.get(name) is not None}
-        if any(name not in known for name in required):
+        given = {name: record[name] for name in COLUMNS if record.get(name) is not None}
+        if any(name not in given for name in required):
             raise RowsError(f"{path}, line {reader.line_num}: the line ends early. Was the file cut off?")
         try:
-            numbers = {name: float(known[name] or "nan") for name in _NUMBERS if name in known}
+            numbers = {name: float(given[name] or "nan") for name in _NUMBERS if name in given}
             # the type checker cannot see which columns are which
-            yield Row(**{**known, **numbers, "seed": int(known["seed"])})  # type: ignore[arg-type]
+            yield Row(**{**given, **numbers, "seed": int(given["seed"])})  # type: ignore[arg-type]
         except ValueError as error:
             raise RowsError(f"{path}, line {reader.line_num}: {error}") from error
 
@@ -152,12 +147,7 @@ def _write_cell(value: object) -> str:
 
 
 def select(rows: Iterable[Row], **wanted: object) -> list[Row]:
-    """Rows whose attributes have the given values.
-
-    Args:
-        rows: the rows.
-        wanted: attribute to value, for example ``metric="AUROC"``.
-    """
+    """Rows whose attributes have the given values, for example ``metric="AUROC"``."""
     return [row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())]
 
 

@@ -10,17 +10,16 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pytorch_ood.api import FeaturesDetector, ModelNotSetException, RequiresFittingException
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from typing_extensions import Self
 
 from rmd_plugin.detectors.functional import warn_numerical
 from rmd_plugin.encoding.features import check_features
-from rmd_plugin.encoding.isolation import evaluating
+from rmd_plugin.encoding.loop import PairEncoder, encode_batches
 
 Encoder = Callable[[Tensor], Tensor]
 
@@ -74,19 +73,10 @@ class StatefulDetector(FeaturesDetector):
         """Features and labels of the in-distribution samples of a loader, batch by batch, in evaluation mode."""
         if self.encoder is None:
             raise ModelNotSetException("fit(loader) needs an encoder. Pass one, or use fit_features(z, y).")
-        device = self.device
-        bar = tqdm(loader, desc=f"fit {type(self).__name__}", unit="batch", disable=not progress, leave=False)
-        with evaluating(self.encoder), torch.no_grad():
-            for batch in bar:
-                if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-                    found = f"{type(batch).__name__} of length {len(batch)}" if hasattr(batch, "__len__") else batch
-                    raise ValueError(f"the loader must yield pairs (x, y), got a {found}.")
-                x, y = batch
-                known = y >= 0
-                if not bool(known.all()):
-                    x, y = x[known], y[known]
-                if len(y):
-                    yield self.encoder(x if device is None else x.to(device)), y
+        title = f"fit {type(self).__name__}" if progress else None
+        encode = PairEncoder(self.encoder)
+        for batch in encode_batches(encode, loader, device=self.device, id_only=True, title=title):
+            yield batch.features, cast(Tensor, batch.labels)
 
     def _set_fitted(self, state: dict[str, Tensor], num_classes: int, num_features: int) -> Self:
         """Take over fitted tensors, on the detector's device if it has one."""

@@ -9,52 +9,21 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from rmd_plugin.encoding.batches import Encoded, EncodingError, batch_inputs, batch_labels
 from rmd_plugin.encoding.features import check_labels, pool_features
+from rmd_plugin.encoding.hooks import HeadCall, Recorder, copied
 from rmd_plugin.encoding.isolation import evaluating
 
 _log = logging.getLogger(__name__)
-_LABEL_KEYS = ("labels", "label")
-
-
-class EncodingError(ValueError):
-    """The settings do not fit the module or its batches: a wrong head, an unknown kind of batch."""
-
-
-@dataclass(frozen=True, eq=False)
-class Encoded:
-    """What a batch became on its way through the module.
-
-    Attributes:
-        features: shape (B, D), at least float32.
-        logits: shape (B, C), at least float32, or None where the module gave none.
-        labels: shape (B,), or None for a batch without labels.
-    """
-
-    features: Tensor
-    logits: Tensor | None = None
-    labels: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.features)
-
-    def select(self, keep: Tensor) -> Encoded:
-        """The samples where ``keep``, a boolean mask of shape (B,), is true."""
-        if bool(keep.all()):
-            return self
-        keep = keep.to(self.features.device)
-        logits = None if self.logits is None else self.logits[keep]
-        return Encoded(self.features[keep], logits, None if self.labels is None else self.labels[keep])
 
 
 class BatchEncoder:
@@ -64,7 +33,7 @@ class BatchEncoder:
     or put :meth:`start` and :meth:`take` around a forward pass that somebody else runs.
 
     Args:
-        module: the network. Batches have to be on its device already, except in :meth:`iterate`.
+        module: the network. Batches have to be on its device already.
         head: dotted name of the classification layer. By default the last ``nn.Linear`` that fires.
         encoder: the other way to the features: the name of a submodule (its output is the features) or of a method of
             the module, or any callable; methods and callables get the inputs of the batch.
@@ -113,7 +82,7 @@ class BatchEncoder:
             self._resolve_encoder(encoder)
         elif encoder is not None:
             self._encode = encoder
-        self._recorder = _Recorder()
+        self._recorder = Recorder()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -122,6 +91,11 @@ class BatchEncoder:
     def passive(self) -> bool:
         """Whether listening is enough; a callable encoder has to be called."""
         return self._encode is None
+
+    @property
+    def by_head(self) -> bool:
+        """Whether the features are the input of the head, rather than the output of an encoder."""
+        return self._encode is None and self._encoder_layer is None
 
     def attach(self) -> Self:
         """Put the hooks in place. They record nothing until :meth:`start`."""
@@ -170,19 +144,20 @@ class BatchEncoder:
             if self.logits and not calls.root:
                 return None
             with evaluating(self._encode), torch.no_grad():
-                features = _tidy(self._encode(batch_inputs(batch)))
+                features = copied(self._encode(batch_inputs(batch)))
             calls.encoder.append(features)
         elif self._encoder_layer is None:
-            return self._take_head(calls.head, labels)
+            return self._take_head(calls.head, labels, batch)
         if not calls.encoder:
             return None
         features = _matching(calls.encoder, labels, self._encoder_name or "the encoder")
         logits = [z for z in calls.root if len(z) == len(features)]
         if self.logits and not logits:
             return None
-        return Encoded(_pooled(features, self._encoder_name or "the encoder"), logits[-1] if logits else None, labels)
+        features = _pooled(features, self._encoder_name or "the encoder")
+        return Encoded(features, logits[-1] if logits else None, labels, batch)
 
-    def _take_head(self, calls: list[_HeadCall], labels: Tensor | None) -> Encoded | None:
+    def _take_head(self, calls: list[HeadCall], labels: Tensor | None, batch: Any) -> Encoded | None:
         if self.head is None:
             calls = [call for call in calls if call.features.ndim == 2]
         if not calls:
@@ -196,7 +171,7 @@ class BatchEncoder:
         calls = [call for call in calls if call.name == self.head]
         features = _matching([call.features for call in calls], labels, self.head)
         logits = next(call.logits for call in reversed(calls) if call.features is features)
-        return Encoded(_pooled(features, self.head), logits, labels)
+        return Encoded(_pooled(features, self.head), logits, labels, batch)
 
     # -- running the module -------------------------------------------------------------------------------------------
 
@@ -226,7 +201,7 @@ class BatchEncoder:
         """The module's own forward pass on a batch."""
         if self._forward is not None:
             return self._forward(self.module, batch)
-        target, inputs = self._forward_target(), batch_inputs(batch)
+        target, inputs = self.forward_target, batch_inputs(batch)
         if not isinstance(inputs, Mapping):
             return target(inputs)
         parameters = inspect.signature(target.forward).parameters.values()
@@ -236,20 +211,6 @@ class BatchEncoder:
         if required <= inputs.keys() and any(p.name in inputs for p in parameters):
             return target(**{p.name: inputs[p.name] for p in parameters if p.name in inputs})
         return target(batch)
-
-    def iterate(self, loader: Iterable[Any]) -> Iterator[Encoded]:
-        """Encode the batches of a loader, which are moved to the module's device first.
-
-        Args:
-            loader: yields batches.
-
-        Yields:
-            One :class:`Encoded` per batch.
-        """
-        device = next((tensor.device for tensor in self.module.parameters()), None)
-        with self._attached():
-            for batch in loader:
-                yield self(batch if device is None else apply_to_collection(batch, Tensor, lambda t: t.to(device)))
 
     # -- details ------------------------------------------------------------------------------------------------------
 
@@ -280,7 +241,9 @@ class BatchEncoder:
             owner = type(self.module).__name__
             raise EncodingError(f"{owner} has no layer or method {name!r} to encode with. {_candidates(self.module)}")
 
-    def _forward_target(self) -> nn.Module:
+    @property
+    def forward_target(self) -> nn.Module:
+        """The module that maps inputs to logits: the module itself, or the part of it that holds the head."""
         if _has_forward(self.module):
             return self.module
         # a LightningModule without forward(): its training_step calls the network that holds the head
@@ -305,86 +268,6 @@ class BatchEncoder:
         return labels
 
 
-class _HeadCall(NamedTuple):
-    name: str
-    features: Tensor
-    logits: Tensor | None
-
-
-@dataclass
-class _Calls:
-    head: list[_HeadCall]
-    encoder: list[Tensor]
-    root: list[Tensor]
-
-
-class _Recorder:
-    """The hooks. A copied or pickled module carries an idle recorder of its own."""
-
-    def __init__(self) -> None:
-        self.armed = False
-        self.calls = _Calls([], [], [])
-
-    def start(self) -> None:
-        self.armed = True
-        self.calls = _Calls([], [], [])
-
-    def stop(self) -> _Calls:
-        calls, self.calls = self.calls, _Calls([], [], [])
-        self.armed = False
-        return calls
-
-    def head(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        if self.armed:
-            features = next((z for z in (*args, *kwargs.values()) if isinstance(z, Tensor)), None)
-            if features is not None:
-                logits = _tidy(output).flatten(1) if isinstance(output, Tensor) and output.ndim > 1 else None
-                self.calls.head.append(_HeadCall(name, _tidy(features), logits))
-
-    def encoder(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if self.armed and isinstance(output, Tensor):
-            self.calls.encoder.append(_tidy(output))
-
-    def root(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        logits = getattr(output, "logits", output)
-        if self.armed and isinstance(logits, Tensor) and logits.ndim > 1:
-            self.calls.root.append(_tidy(logits).flatten(1))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
-        return _Recorder()
-
-    def __reduce__(self) -> tuple[type[_Recorder], tuple[()]]:
-        return _Recorder, ()
-
-
-def batch_labels(batch: Any) -> Tensor | None:
-    """Labels of a batch: the second of a pair, or the entry ``labels`` or ``label`` of a dict; None if it has none."""
-    if isinstance(batch, Mapping):
-        return next((batch[key] for key in _LABEL_KEYS if key in batch), None)
-    if isinstance(batch, (tuple, list)):
-        _check_pair(batch)
-        return batch[1] if len(batch) == 2 else None
-    return None
-
-
-def batch_inputs(batch: Any) -> Any:
-    """What a batch holds besides its labels: the first of a pair, the other entries of a dict, or the batch itself."""
-    if isinstance(batch, Mapping):
-        return {key: value for key, value in batch.items() if key not in _LABEL_KEYS}
-    if isinstance(batch, (tuple, list)):
-        _check_pair(batch)
-        return batch[0]
-    return batch
-
-
-def _check_pair(batch: tuple[Any, ...] | list[Any]) -> None:
-    if len(batch) not in (1, 2):
-        raise EncodingError(
-            f"expected a batch (x, y), a dict with labels, or a tensor, got a {type(batch).__name__} of length "
-            f"{len(batch)}. Pass forward=lambda module, batch: ... and labels=lambda batch: ..."
-        )
-
-
 def _find_layer(module: nn.Module, name: str) -> nn.Module:
     try:
         if name:
@@ -406,12 +289,6 @@ def _has_forward(module: nn.Module) -> bool:
     forward = type(module).forward
     # torch leaves forward unimplemented, and Lightning's base class only passes that on
     return forward is not nn.Module.forward and not forward.__module__.startswith(("pytorch_lightning.", "lightning."))
-
-
-def _tidy(tensor: Tensor) -> Tensor:
-    # a copy: the module may work in place on what the hook saw; half precision is widened for numpy-based detectors
-    tensor = tensor.detach()
-    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor.clone()
 
 
 def _pooled(features: Tensor, place: str) -> Tensor:

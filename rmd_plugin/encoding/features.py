@@ -1,17 +1,17 @@
 """What features and labels must look like, and how feature maps become features."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
 
+def widened(z: Tensor) -> Tensor:
+    """Half precision as float32: numpy has no bfloat16, and covariances would be lost. Other types stay."""
+    return z.float() if z.is_floating_point() and torch.finfo(z.dtype).bits < 32 else z
+
+
 def pool_features(z: Tensor) -> Tensor:
-    """Bring features to shape (B, D): feature maps are averaged over space.
-
-    Args:
-        z: features of shape (B, D) or feature maps of shape (B, C, H, W).
-
-    Returns:
-        Features of shape (B, D); for maps D = C.
+    """Bring features to shape (B, D): maps of shape (B, C, H, W) are averaged over space.
 
     Raises:
         ValueError: for any other number of dimensions.
@@ -27,11 +27,7 @@ def pool_features(z: Tensor) -> Tensor:
 
 
 def check_features(z: Tensor, num_features: int | None) -> None:
-    """Refuse features that are not floating point or whose width is not ``num_features``.
-
-    Args:
-        z: features of shape (B, D) or (B, C, H, W).
-        num_features: the expected D (or C), None if any width will do.
+    """Refuse features that are not floating point or whose width is not ``num_features``, if that is given.
 
     Raises:
         TypeError: if the features are not a floating-point tensor.
@@ -50,11 +46,7 @@ def check_features(z: Tensor, num_features: int | None) -> None:
 
 
 def check_labels(y: Tensor, num_samples: int) -> None:
-    """Refuse labels that are not one integer per sample.
-
-    Args:
-        y: class labels of shape (B,); negative labels mark out-of-distribution samples.
-        num_samples: B.
+    """Refuse labels that are not one integer for each of ``num_samples`` samples.
 
     Raises:
         TypeError: if the labels are not an integer tensor.

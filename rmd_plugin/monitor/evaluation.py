@@ -5,19 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from pytorch_ood.api import Detector
 from torch import Tensor, nn
 
-from rmd_plugin.compare.metrics import MEAN, METRICS, OODScores, compare_sets, quiet_compute
-from rmd_plugin.encoding.batch_encoder import Encoded
-from rmd_plugin.encoding.isolation import isolated_rng
-from rmd_plugin.monitor.refit import score_batch
+from rmd_plugin.compare.adapters import Adapter
+from rmd_plugin.compare.metrics import MEAN, METRICS, OODScores, check_set_names, compare_scores, quiet_compute
+from rmd_plugin.compare.parts import Representation
+from rmd_plugin.encoding.batches import Encoded
+from rmd_plugin.encoding.isolation import isolated_rng, visiting
 
 #: the OOD set of samples that are known only by their label below zero
 UNKNOWN = "unknown"
+
+
+def check_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Refuse names of OOD sets that cannot be told apart, or that mean something else."""
+    if UNKNOWN in names:
+        raise ValueError(f"an OOD set must not be named {UNKNOWN!r}: samples with labels below zero are.")
+    return check_set_names(names) if names else ()
 
 
 @dataclass
@@ -39,7 +45,7 @@ class Evaluation:
     """Scores batches with all detectors and keeps the scores. Errors are kept too: a detector that failed is NaN.
 
     Args:
-        detectors: by name.
+        adapters: the detectors by name.
         sets: names of the OOD sets that are expected.
         module: the network, for detectors that are scored on inputs.
         device: for the scores.
@@ -48,7 +54,7 @@ class Evaluation:
 
     def __init__(
         self,
-        detectors: Mapping[str, Detector],
+        adapters: Mapping[str, Adapter],
         sets: Sequence[str],
         *,
         module: nn.Module,
@@ -56,23 +62,21 @@ class Evaluation:
         seed: int,
     ) -> None:
         self.sets = tuple(sets)
-        self._detectors = dict(detectors)
+        self._adapters = dict(adapters)
         self._module = module
         self._seed = seed
         self._errors: dict[str, object] = {}
         self._broken_sets: dict[str, object] = {}
         self._unknown_seen = False
         place = torch.device("cpu") if device.type == "mps" else device
-        self._metrics = {name: OODScores((*self.sets, UNKNOWN)).to(place) for name in detectors}
+        self._metrics = {name: OODScores((*self.sets, UNKNOWN)).to(place) for name in adapters}
 
-    def add(self, encoded: Encoded, batch: Any, *, ood: str | None = None, keep: Tensor | None = None) -> None:
+    def add(self, encoded: Encoded, *, ood: str | None = None, keep: Tensor | None = None) -> None:
         """Score a batch.
 
         Args:
             encoded: the encoded batch.
-            batch: the batch itself.
-            ood: the OOD set that all of its samples belong to. If None, samples with labels below zero belong to the
-                set "unknown" and the others are ID.
+            ood: the OOD set of all of its samples. If None, labels below zero are the set "unknown", the others are ID.
             keep: mask of shape (B,) of the samples that count; None for all.
         """
         if ood is not None:
@@ -82,14 +86,20 @@ class Evaluation:
         keep = torch.ones(len(encoded), dtype=torch.bool) if keep is None else keep.cpu()
         self._unknown_seen |= ood is None and bool((labels[keep] < 0).any())
         with isolated_rng(self._seed):
-            for name, detector in self._detectors.items():
+            for name, adapter in self._adapters.items():
                 if name in self._errors:
                     continue
                 try:
-                    scores = score_batch(detector, encoded, batch, self._module, self._seed)
+                    scores = self._score(adapter, encoded)
                     self._metrics[name].update(scores[keep.to(scores.device)], labels[keep], ood or UNKNOWN)
                 except Exception as error:
                     self._errors[name] = error
+
+    def _score(self, adapter: Adapter, encoded: Encoded) -> Tensor:
+        if adapter.scored_on is not Representation.INPUTS:
+            return adapter.score(encoded)
+        with visiting(self._module, self._seed):  # the detector runs the network, which is afterwards as it was
+            return adapter.score(encoded)
 
     def fail(self, name: str, reason: object) -> None:
         """Give up a detector, with the error or a sentence that says why; "" if it has been told already."""
@@ -99,18 +109,9 @@ class Evaluation:
         """Give up an OOD set, say because it could not be read."""
         self._broken_sets.setdefault(ood, reason)
 
-    def fail_all(self, reason: object) -> None:
-        """Give up all detectors."""
-        for name in self._detectors:
-            self.fail(name, reason)
-
     def finish(self, agree: Callable[[list[bool]], list[bool]]) -> Results:
-        """Compute the metrics. Every process has to call it, and gets the same values.
-
-        Args:
-            agree: true where any process says true.
-        """
-        names = list(self._detectors)
+        """Compute the metrics. Every process has to call it, and gets the same values."""
+        names = list(self._adapters)
         flags = [self._unknown_seen, *(s in self._broken_sets for s in self.sets), *(n in self._errors for n in names)]
         unknown, *flags = agree(flags)
         broken, failed = flags[: len(self.sets)], flags[len(self.sets) :]
@@ -127,11 +128,12 @@ class Evaluation:
                     results.problems.append(f"{name!r} failed to score: {_reason(self._errors.get(name))}")
             else:
                 with quiet_compute():
-                    inliers, outliers = self._metrics[name].gather()
-                results.scores[name] = inliers, outliers
+                    id_scores, ood_scores = self._metrics[name].gather()
+                results.scores[name] = id_scores, ood_scores
                 for ood in (s for s in sets if s not in lost):
                     try:
-                        values.update(_compare(inliers, outliers.get(ood), ood))
+                        found = compare_scores(id_scores, ood_scores.get(ood, id_scores[:0]))
+                        values.update({f"{ood}/{metric}": float(value) for metric, value in found.items()})
                     except ValueError as error:
                         results.problems.append(f"{name!r} has no result on {ood!r}: {error}")
             for metric in METRICS if sets else ():
@@ -143,13 +145,6 @@ class Evaluation:
                 "or validate on samples with labels below zero."
             )
         return results
-
-
-def _compare(inliers: Tensor, outliers: Tensor | None, ood: str) -> dict[str, float]:
-    if outliers is None or not len(inliers):
-        raise ValueError(f"there are {len(inliers)} ID samples and {0 if outliers is None else len(outliers)} of it.")
-    values = compare_sets(inliers, {ood: outliers})
-    return {key: float(values[key]) for key in (f"{ood}/{metric}" for metric in METRICS)}
 
 
 def _reason(error: object) -> str:

@@ -20,12 +20,7 @@ STAGES = {TrainerFn.FITTING: "fit", TrainerFn.VALIDATING: "validate", TrainerFn.
 
 
 class Journal:
-    """Keeps and logs one value for each epoch, detector, OOD set and metric.
-
-    Args:
-        prefix: first part of the names in the log.
-        folder: for figures, None for none.
-    """
+    """Keeps and logs one value for each epoch, detector, OOD set and metric. Figures go to ``folder``, if any."""
 
     def __init__(self, prefix: str, folder: Path | None = None) -> None:
         self.prefix = prefix
@@ -40,6 +35,15 @@ class Journal:
         self.rows.append({**when, "detector": detector, "ood": ood, "metric": metric, "value": value})
         name = "/".join(part for part in (detector, ood, metric) if part)
         self._log(trainer, module, name, value)
+
+    def record_all(
+        self, trainer: pl.Trainer, module: pl.LightningModule, values: Mapping[str, Mapping[str, float]]
+    ) -> None:
+        """Keep and log the values of each detector, under ``"<set>/<metric>"``."""
+        for detector, found in values.items():
+            for key, value in found.items():
+                ood, metric = key.rsplit("/", 1)
+                self.record(trainer, module, detector, ood, metric, value)
 
     def repeat(
         self, trainer: pl.Trainer, module: pl.LightningModule, detectors: Iterable[str], sets: Iterable[str]
@@ -68,12 +72,7 @@ class Journal:
             module.log(f"{self.prefix}/{name}", number, logger=logger, metric_attribute=self.prefix, **options)
 
     def draw(self, trainer: pl.Trainer, scores: Mapping[str, tuple[Tensor, Mapping[str, Tensor]]]) -> None:
-        """Draw histograms of the scores and, in a fit, the curves of AUROC.
-
-        Args:
-            trainer: its loggers that take images get them.
-            scores: for each detector the scores of the ID samples, and those of each OOD set.
-        """
+        """Draw histograms of the scores, ID and of each OOD set, and, in a fit, the curves of AUROC."""
         loggers = _image_loggers(trainer)
         if not trainer.is_global_zero or not scores or not (self.folder or loggers):
             return

@@ -1,16 +1,6 @@
-"""Fit and score any detector of the framework on encoded batches: what to feed it follows from what it offers.
+"""One fit of several detectors from the same encoded batches, over any number of processes.
 
-=====================================  ==================================================  =======================
-the detector                           is fitted by                                        is scored by
-=====================================  ==================================================  =======================
-has ``new_moments``, ``fit_moments``   streaming moments, shared by detectors with the     ``predict_features``
-                                       same options: constant memory
-is a ``FeaturesDetector``              ``fit_features`` on all features                    ``predict_features``
-is a ``LogitsDetector``                ``fit_logits`` on all logits                        ``predict_logits``
-is any other                           ``fit`` on a loader                                 ``predict`` on the inputs
-=====================================  ==================================================  =======================
-
-Names no detector. Whatever is distributed is held by torchmetrics metrics.
+What each of them is fed says :mod:`rmd_plugin.compare.adapters`. Whatever is distributed is held by metrics.
 """
 
 from __future__ import annotations
@@ -18,58 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from pytorch_ood.api import Detector, FeaturesDetector, LogitsDetector
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from rmd_plugin.compare.adapters import Adapter, take
 from rmd_plugin.compare.metrics import FeatureRows, quiet_compute
-from rmd_plugin.detectors.base import raise_if_interrupted
-from rmd_plugin.encoding.batch_encoder import Encoded, EncodingError, batch_inputs
+from rmd_plugin.compare.parts import Representation
+from rmd_plugin.encoding.batches import Encoded, EncodingError
 from rmd_plugin.encoding.isolation import visiting
 
-Food = Literal["moments", "features", "logits", "inputs", "nothing"]
-
-
-def food(detector: Detector) -> Food:
-    """What a detector is fitted on."""
-    if hasattr(detector, "new_moments") and hasattr(detector, "fit_moments"):
-        return "moments"
-    if not detector.requires_fit:
-        return "nothing"
-    if isinstance(detector, FeaturesDetector):
-        return "features"
-    return "logits" if isinstance(detector, LogitsDetector) else "inputs"
-
-
-def score_batch(detector: Detector, encoded: Encoded, batch: Any, module: nn.Module, seed: int) -> Tensor:
-    """Outlier scores of a batch.
-
-    Args:
-        detector: fitted, if it requires a fit.
-        encoded: the encoded batch.
-        batch: the batch itself, for detectors that are scored on the inputs.
-        module: the network, which such detectors run and which is afterwards as it was.
-        seed: of what such a detector draws.
-
-    Returns:
-        Scores of shape (B,), higher means more likely OOD.
-    """
-    if isinstance(detector, FeaturesDetector):
-        with torch.no_grad():
-            return detector.predict_features(encoded.features)
-    if isinstance(detector, LogitsDetector):
-        if encoded.logits is None:
-            raise ValueError(f"{type(detector).__name__} needs logits, but the head's output is not a tensor (B, C).")
-        with torch.no_grad():
-            return detector.predict_logits(encoded.logits)
-    # such detectors may differentiate: copies made outside of inference mode can take part in autograd
-    with visiting(module, seed), torch.inference_mode(False), torch.enable_grad():
-        inputs = apply_to_collection(batch_inputs(batch), Tensor, torch.clone)
-        return detector.predict(inputs).detach()
+_MOMENTS, _LOGITS, _INPUTS = Representation.MOMENTS, Representation.LOGITS, Representation.INPUTS
 
 
 @dataclass
@@ -91,20 +42,25 @@ class Outcome:
 class _Group:
     """Detectors that are fed from one metric."""
 
-    food: Food
+    fed: Representation
     metric: Metric
     names: list[str] = field(default_factory=list)
     error: Exception | None = None
 
     def update(self, encoded: Encoded, labels: Tensor, places: Tensor) -> None:
-        if self.food == "moments":
-            self.metric.update(encoded.features, labels)
-        elif self.food == "features":
-            self.metric.update(encoded.features, labels, places)
-        elif encoded.logits is None:
-            raise ValueError("the head's output is not a tensor (B, C), so there are no logits to fit on.")
-        else:
-            self.metric.update(encoded.logits, labels, places)
+        where = () if self.fed is _MOMENTS else (places,)
+        self.metric.update(take(self.fed, encoded), labels, *where)
+
+    def collect(self, device: torch.device) -> Any:
+        """What the detectors are fitted on, from all processes together."""
+        if self.fed is not _MOMENTS and device.type == "cuda":
+            self.metric.to(device)  # NCCL moves only what is on its devices
+        with quiet_compute():
+            found = self.metric.compute()
+        if self.fed is _MOMENTS:
+            return found
+        rows, labels = found
+        return Encoded(rows, rows if self.fed is _LOGITS else None, labels)
 
 
 class Refit:
@@ -114,27 +70,26 @@ class Refit:
     that left would let the others wait for ever.
 
     Args:
-        detectors: by name.
+        adapters: the detectors by name.
         device: for the metrics.
     """
 
-    def __init__(self, detectors: Mapping[str, Detector], device: torch.device) -> None:
+    def __init__(self, adapters: Mapping[str, Adapter], device: torch.device) -> None:
         self.seconds = 0.0
-        self._groups: dict[object, _Group] = {}
-        for name, detector in detectors.items():
-            kind = food(detector)
-            if kind == "moments":
-                metric: Metric = detector.new_moments()  # type: ignore[attr-defined]
-                key: object = (kind, *_options(metric))
-            elif kind in ("features", "logits"):
-                metric, key = FeatureRows(), kind
-            else:
+        self._groups: dict[tuple[Any, ...], _Group] = {}
+        for name, adapter in adapters.items():
+            if adapter.fitted_on in (None, _INPUTS):
                 continue
-            if key not in self._groups:
+            options: tuple[Any, ...] = ()
+            if adapter.fitted_on is _MOMENTS:
                 # float64 sums do not exist on MPS; rows are collected on the CPU
-                place = "cpu" if device.type == "mps" else device
-                self._groups[key] = _Group(kind, metric.to(place) if kind == "moments" else metric)
-            self._groups[key].names.append(name)
+                metric: Metric = adapter.detector.new_moments()  # type: ignore[attr-defined]
+                fed, options = _MOMENTS, _options(metric)
+                metric.to("cpu" if device.type == "mps" else device)
+            else:
+                # all that is made from features shares their rows
+                fed, metric = _LOGITS if adapter.fitted_on is _LOGITS else Representation.FEATURES, FeatureRows()
+            self._groups.setdefault((fed, *options), _Group(fed, metric)).names.append(name)
         self._device = device
 
     @property
@@ -143,11 +98,7 @@ class Refit:
         return [tuple(group.names) for group in self._groups.values()]
 
     def update(self, encoded: Encoded, places: Tensor) -> None:
-        """Add a batch.
-
-        Args:
-            encoded: with labels; samples with a label below zero are skipped.
-            places: order of the samples over all processes, shape (B,).
+        """Add a batch with labels; ``places`` is the order of its samples over all processes, shape (B,).
 
         Raises:
             EncodingError: if the batch has no labels.
@@ -168,7 +119,7 @@ class Refit:
 
     def finish(
         self,
-        detectors: Mapping[str, Detector],
+        adapters: Mapping[str, Adapter],
         *,
         agree: Callable[[list[bool]], list[bool]],
         loader: Callable[[], Iterable[Any]],
@@ -178,14 +129,11 @@ class Refit:
         """Fit the detectors. Every process has to call it, and gives all detectors the same fit.
 
         Args:
-            detectors: the same names as before.
+            adapters: the same names as before.
             agree: true where any process says true.
             loader: gives pairs (x, y) of the whole set, for detectors that are fitted on inputs.
             module: the network; it is afterwards as it was.
             seed: of what the fits draw.
-
-        Returns:
-            The outcome for each detector that was to be fitted.
         """
         outcomes: dict[str, Outcome] = {}
         groups = list(self._groups.values())
@@ -196,12 +144,11 @@ class Refit:
             for name in group.names:
                 outcomes[name] = Outcome(shared, group.error, failed)
                 if data is not None:
-                    fit = _fit_call(group.food, detectors[name], data)
-                    self._attempt(outcomes[name], detectors[name], fit, module, seed)
-        for name, detector in detectors.items():
-            if food(detector) == "inputs":
+                    _attempt(outcomes[name], adapters[name], data, module, seed)
+        for name, adapter in adapters.items():
+            if adapter.fitted_on is _INPUTS:
                 outcomes[name] = Outcome()
-                self._attempt(outcomes[name], detector, _fit_call("inputs", detector, loader), module, seed)
+                _attempt(outcomes[name], adapter, loader(), module, seed)
         flags = agree([outcome.failed or outcome.error is not None for outcome in outcomes.values()])
         for outcome, failed in zip(outcomes.values(), flags, strict=True):
             outcome.failed = failed
@@ -209,24 +156,10 @@ class Refit:
 
     def _collect(self, group: _Group) -> Any:
         try:
-            if group.food != "moments" and self._device.type == "cuda":
-                group.metric.to(self._device)  # NCCL moves only what is on its devices
-            with quiet_compute():
-                return group.metric.compute()
+            return group.collect(self._device)
         except Exception as error:
             group.error = error
             return None
-
-    @staticmethod
-    def _attempt(outcome: Outcome, detector: Detector, fit: Callable[[], object], module: nn.Module, seed: int) -> None:
-        start = time.perf_counter()
-        try:
-            with visiting(module, seed), torch.inference_mode(False), torch.enable_grad():
-                fit()
-            raise_if_interrupted(detector)
-        except Exception as error:
-            outcome.error = error
-        outcome.seconds += time.perf_counter() - start
 
     # -- saving a stream in the middle of an epoch ---------------------------------------------------------------------
 
@@ -237,7 +170,7 @@ class Refit:
         """
         states = []
         for group in self._groups.values():
-            if group.food == "moments":
+            if group.fed is _MOMENTS:
                 with group.metric.sync_context():
                     names = group.metric._defaults
                     tensors = {name: getattr(group.metric, name).detach().cpu().clone() for name in names}
@@ -248,25 +181,24 @@ class Refit:
         """Go on from :meth:`moments_state`. Only one process may take it over."""
         for state in states:
             for group in self._groups.values():
-                if group.food == "moments" and list(group.names) == state["names"]:
+                if group.fed is _MOMENTS and list(group.names) == state["names"]:
                     for name, tensor in state["tensors"].items():
                         setattr(group.metric, name, tensor.to(group.metric.device))
                     group.metric._update_count = 1
 
 
-def _options(metric: Metric) -> list[tuple[str, Any]]:
+def _options(metric: Metric) -> tuple[Any, ...]:
     # accumulators with the same public settings collect the same
     plain = (bool, int, float, str, type(None))
     settings = sorted((k, v) for k, v in vars(metric).items() if not k.startswith("_") and isinstance(v, plain))
-    return [("type", type(metric)), *settings]
+    return (type(metric), *settings)
 
 
-def _fit_call(kind: Food, detector: Any, data: Any) -> Callable[[], object]:
-    if kind == "moments":
-        return lambda: detector.fit_moments(data)
-    if kind == "inputs":
-        return lambda: detector.fit(data())
-    rows, labels = data
-    if not hasattr(detector, "state_dict"):
-        rows, labels = rows.cpu(), labels.cpu()  # the framework fits on the CPU, partly with numpy
-    return lambda: (detector.fit_features if kind == "features" else detector.fit_logits)(rows, labels)
+def _attempt(outcome: Outcome, adapter: Adapter, data: Any, module: nn.Module, seed: int) -> None:
+    start = time.perf_counter()
+    try:
+        with visiting(module, seed), torch.inference_mode(False), torch.enable_grad():
+            adapter.fit(data)
+    except Exception as error:
+        outcome.error = error
+    outcome.seconds += time.perf_counter() - start

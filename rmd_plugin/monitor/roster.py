@@ -6,20 +6,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pytorch_ood.api import Detector
+from torch import nn
 
 import rmd_plugin
+from rmd_plugin.compare.adapters import Adapter, adopt, build, detector_class
+from rmd_plugin.compare.parts import NotSupported, Parts
+from rmd_plugin.encoding.batch_encoder import BatchEncoder
+from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.refit import Outcome
 from rmd_plugin.monitor.snapshot import build_detector, restore_snapshot, take_snapshot
 
-Spec = Detector | Callable[[Any], Detector]
+#: a detector; a class or partial of one, built from what the network offers; a function of the network that makes one
+Spec = Detector | Callable[..., Detector]
 
 
 class Roster:
     """Detectors by name, fitted or not.
 
     Args:
-        specs: detectors; functions that make one from the network; or names of rmd_plugin's detectors. A sequence of
-            such names will do.
+        specs: detectors; detector classes or partials of them; functions that make one from the network; or names of
+            rmd_plugin's detectors. A sequence of such names will do.
 
     Raises:
         TypeError: if there are no detectors, or something else stands in the place of one.
@@ -28,7 +34,7 @@ class Roster:
 
     def __init__(self, specs: Mapping[str, Spec | str] | Sequence[str]) -> None:
         self._specs = _read(specs)
-        self.detectors: dict[str, Detector] = {k: v for k, v in self._specs.items() if isinstance(v, Detector)}
+        self.adapters: dict[str, Adapter] = {k: adopt(v) for k, v in self._specs.items() if isinstance(v, Detector)}
         #: epoch and step of each fit
         self.fitted: dict[str, dict[str, int]] = {}
         #: why a detector has no fit that could be used
@@ -36,25 +42,51 @@ class Roster:
         self._snapshots: dict[str, dict[str, Any]] = {}  # until their detectors are there
         self._resuming = False
 
-    def build(self, module: object, names: Iterable[str] | None = None) -> None:
-        """Make the detectors that are made by functions, anew if they were there.
+    @property
+    def detectors(self) -> dict[str, Detector]:
+        """The detectors that are there, by name."""
+        return {name: self.adapters[name].detector for name in self._specs if name in self.adapters}
+
+    @property
+    def needs_parts(self) -> bool:
+        """Whether some are given as classes, which are built from what the network offers."""
+        return any(detector_class(spec) is not None for spec in self._specs.values())
+
+    def build(self, module: nn.Module, parts: Parts, names: Iterable[str] | None = None) -> None:
+        """Make the detectors that are given as functions or classes, anew if they were there.
 
         Args:
             module: argument of the functions.
-            names: which; all by default.
+            parts: what classes are built from.
+            names: which; by default those that are not fitted, or whose fit a checkpoint holds.
+
+        Raises:
+            ValueError: if a class needs what the network does not offer.
         """
-        for name in self._specs if names is None else names:
+        if names is None:
+            names = [name for name in self._specs if name not in self.fitted or name in self._snapshots]
+        for name in names:
             spec = self._specs[name]
-            detector = spec if isinstance(spec, Detector) else spec(module)
-            if not isinstance(detector, Detector):
-                raise TypeError(f"{name!r} must be a pytorch_ood Detector, got {type(detector).__name__}.")
-            self.detectors[name] = detector
+            if not isinstance(spec, Detector):
+                self.adapters[name] = self._make(name, spec, module, parts)
             if name in self._snapshots:
                 self._restore(name, self._snapshots.pop(name))
 
+    @staticmethod
+    def _make(name: str, spec: Callable[..., Detector], module: nn.Module, parts: Parts) -> Adapter:
+        if detector_class(spec) is not None:
+            try:
+                return build(spec, parts)
+            except NotSupported as reason:
+                raise ValueError(f"{name!r} cannot be monitored while the network trains: it {reason}.") from reason
+        detector = spec(module)
+        if not isinstance(detector, Detector):
+            raise TypeError(f"{name!r} must be a pytorch_ood Detector, got {type(detector).__name__}.")
+        return adopt(detector)
+
     def is_fitted(self, name: str) -> bool:
         """Whether a detector can score."""
-        detector = self.detectors[name]
+        detector = self.adapters[name].detector
         if not detector.requires_fit:
             return True
         return name not in self.unfit and (name in self.fitted or bool(getattr(detector, "fitted", False)))
@@ -62,7 +94,7 @@ class Roster:
     @property
     def unusable(self) -> dict[str, str]:
         """Detectors that cannot score now, and why."""
-        return {name: reason for name, reason in self.unfit.items() if self.detectors[name].requires_fit}
+        return {name: reason for name, reason in self.unfit.items() if self.adapters[name].detector.requires_fit}
 
     def note(self, outcomes: Mapping[str, Outcome], *, epoch: int, step: int) -> list[str]:
         """Note which detectors were fitted and which failed.
@@ -86,7 +118,7 @@ class Roster:
 
     def state_dict(self) -> dict[str, Any]:
         """The fitted detectors, as plain data."""
-        snapshots = {name: take_snapshot(self.detectors[name]) for name in self.detectors if self.is_fitted(name)}
+        snapshots = {name: take_snapshot(found) for name, found in self.detectors.items() if self.is_fitted(name)}
         return {
             "detectors": {name: snapshot for name, snapshot in snapshots.items() if snapshot is not None},
             "fitted": {name: dict(when) for name, when in self.fitted.items()},
@@ -94,23 +126,18 @@ class Roster:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, resuming: bool) -> None:
-        """Take over fitted detectors.
-
-        Args:
-            state: result of :meth:`state_dict`.
-            resuming: whether training goes on; then a detector whose options have changed since starts unfitted.
-        """
+        """Take over fitted detectors. If training goes on, one whose options have changed since starts unfitted."""
         self._resuming = resuming
         self._snapshots = {name: s for name, s in state["detectors"].items() if name in self._specs}
         self.fitted = {name: dict(when) for name, when in state["fitted"].items() if name in self._snapshots}
         self.unfit = {name: reason for name, reason in state["unfit"].items() if name in self._specs}
         for name in self._specs.keys() - self._snapshots.keys():
             self.unfit.setdefault(name, "the checkpoint does not hold its fit. Pass fit_loader= to fit it again.")
-        for name in self.detectors.keys() & self._snapshots.keys():
+        for name in self.adapters.keys() & self._snapshots.keys():
             self._restore(name, self._snapshots.pop(name))
 
     def _restore(self, name: str, snapshot: dict[str, Any]) -> None:
-        detector = self.detectors[name]
+        detector = self.adapters[name].detector
         options = getattr(detector, "options", {})
         saved = snapshot.get("state", {}).get("options", {})
         if self._resuming and any(saved.get(key) != value for key, value in options.items()):
@@ -126,13 +153,28 @@ class Roster:
         self.unfit[name] = reason
 
 
-def load_roster(state: Mapping[str, Any], instances: Mapping[str, Detector] | None = None) -> dict[str, Detector]:
-    """The fitted detectors of a :meth:`Roster.state_dict`.
+def parts_of(encoder: BatchEncoder, *, head: str | None, seed: int) -> Parts:
+    """What a network offers to build detectors from.
 
-    Args:
-        state: the state.
-        instances: detectors to be filled, for those that are neither rmd_plugin's nor the framework's.
+    Where ``encoder`` has not found the head yet, it is taken to be ``head`` or, by default, the last ``nn.Linear``.
     """
+    layers = dict(encoder.module.named_modules())
+    name = encoder.head
+    if name is None and encoder.by_head:
+        linear = [found for found, layer in layers.items() if isinstance(layer, nn.Linear)]
+        name = head if head in layers else (linear or [None])[-1]
+    layer = None if name is None else layers.get(name)
+    try:
+        model: nn.Module | None = encoder.forward_target
+    except EncodingError:
+        model = None
+    if not isinstance(layer, nn.Linear):
+        return Parts(model=model, seed=seed)
+    return Parts(layer.in_features, layer.out_features, head=layer, model=model, seed=seed)
+
+
+def load_roster(state: Mapping[str, Any], instances: Mapping[str, Detector] | None = None) -> dict[str, Detector]:
+    """The fitted detectors of a :meth:`Roster.state_dict`; those of neither library are filled into ``instances``."""
     result: dict[str, Detector] = {}
     for name, snapshot in state["detectors"].items():
         if instances is not None and name in instances:
@@ -157,8 +199,8 @@ def _read(specs: Any) -> dict[str, Spec]:
             spec = getattr(rmd_plugin, spec)()
         if not isinstance(spec, Detector) and not callable(spec):
             raise TypeError(
-                f"{name!r} must be a pytorch_ood Detector, or a function that makes one from the LightningModule, "
-                f"got {type(spec).__name__}."
+                f"{name!r} must be a pytorch_ood Detector, a class of one, or a function that makes one from the "
+                f"LightningModule, got {type(spec).__name__}."
             )
         result[name] = spec
     return result

@@ -18,14 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 
 
 class Shard:
-    """A process's share of a loader, and where its samples stand in the whole.
-
-    Args:
-        batches: the batches of this process.
-        rank: of this process.
-        world: number of processes.
-        by_sample: whether the samples were dealt out one by one; else whole batches were.
-    """
+    """A process's share of a loader: samples dealt out one by one (``by_sample``), or whole batches."""
 
     def __init__(self, batches: Iterable[Any], rank: int, world: int, *, by_sample: bool) -> None:
         self._batches = batches
@@ -37,15 +30,12 @@ class Shard:
         return iter(self._batches)
 
     def places(self, batch: int, start: int, size: int) -> Tensor:
-        """Numbers that put the samples of all processes into one order, the loader's own if it has one.
+        """Numbers (size,) that put the samples of all processes into one order, the loader's own if it has one.
 
         Args:
             batch: number of the batch in this share.
             start: number of samples in the batches before it.
             size: number of samples in it.
-
-        Returns:
-            Integers of shape (size,).
         """
         offsets = torch.arange(size)
         if self._by_sample:

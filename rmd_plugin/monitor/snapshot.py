@@ -44,10 +44,6 @@ def take_snapshot(detector: Detector) -> dict[str, Any] | None:
 def restore_snapshot(detector: Any, snapshot: Mapping[str, Any]) -> None:
     """Give a detector the fitted state of a snapshot. Its networks stay.
 
-    Args:
-        detector: of the same class as the one that the snapshot was taken of.
-        snapshot: result of :func:`take_snapshot`.
-
     Raises:
         ValueError: if the snapshot is of a detector of another class.
     """

@@ -13,8 +13,10 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from rmd_plugin.encoding.batch_encoder import BatchEncoder, Encoded, EncodingError, batch_inputs
+from rmd_plugin.encoding.batch_encoder import BatchEncoder
+from rmd_plugin.encoding.batches import Encoded, EncodingError, batch_inputs
 from rmd_plugin.encoding.isolation import visiting
+from rmd_plugin.encoding.loop import encode_batches
 from rmd_plugin.monitor.refit import Refit
 from rmd_plugin.monitor.sharding import shard
 
@@ -24,35 +26,31 @@ Limit = int | float | None
 def encoded_batches(
     trainer: pl.Trainer,
     module: pl.LightningModule,
-    tap: BatchEncoder,
+    encoder: BatchEncoder,
     loader: Callable[[], Iterable[Any]],
     *,
     limit: Limit,
     seed: int,
-) -> Generator[tuple[Any, Encoded, Tensor], None, None]:
+) -> Generator[tuple[Encoded, Tensor], None, None]:
     """This process's share of a loader, run through the module in evaluation mode and the trainer's precision.
 
-    The module and all random states are afterwards as they were. Close the iterator if you leave it early.
-
-    Args:
-        trainer: runs the module.
-        module: the network.
-        tap: turns batches into encoded batches.
-        loader: gives the loader; called where it cannot disturb the random states.
-        limit: see :func:`rmd_plugin.monitor.sharding.shard`.
-        seed: of the loader.
+    The module and all random states are afterwards as they were. Close the iterator if you leave it early. ``loader``
+    gives the loader, called where it cannot disturb the random states; ``limit`` is that of :func:`shard`.
 
     Yields:
-        The batch, the encoded batch, and the places of its samples in the whole set.
+        The encoded batch and the places of its samples in the whole set.
     """
     seen = 0
     with visiting(module, seed), torch.inference_mode(False), torch.no_grad():
         share = shard(loader(), rank=trainer.global_rank, world=trainer.world_size, limit=limit, seed=seed)
-        for number, batch in enumerate(share):
+
+        def encode(batch: Any) -> Encoded:
             batch = transfer(trainer, module, batch)
             with trainer.precision_plugin.forward_context():
-                encoded = tap(batch)
-            yield batch, encoded, share.places(number, seen, len(encoded))
+                return encoder(batch)
+
+        for number, encoded in enumerate(encode_batches(encode, share)):
+            yield encoded, share.places(number, seen, len(encoded))
             seen += len(encoded)
 
 
@@ -62,9 +60,9 @@ class FitData:
     Args:
         trainer: runs the module.
         module: the network.
-        tap: turns batches into encoded batches.
+        encoder: turns batches into encoded batches.
         loader: the user's choice; by default ``fit_dataloader()`` of the datamodule or module, if there is one.
-        limit: see :func:`rmd_plugin.monitor.sharding.shard`; by default the trainer's ``limit_train_batches``.
+        limit: that of :func:`shard`; by default the trainer's ``limit_train_batches``.
         seed: of the loader.
     """
 
@@ -72,19 +70,30 @@ class FitData:
         self,
         trainer: pl.Trainer,
         module: pl.LightningModule,
-        tap: BatchEncoder,
+        encoder: BatchEncoder,
         *,
         loader: Iterable[Any] | None,
         limit: Limit,
         seed: int,
     ) -> None:
-        self._trainer, self._module, self._tap, self._loader, self._seed = trainer, module, tap, loader, seed
+        self._trainer, self._module, self._encoder, self._loader, self._seed = trainer, module, encoder, loader, seed
         self._limit = trainer_limit(trainer.limit_train_batches) if limit is None else limit
 
     @property
     def chosen(self) -> bool:
         """Whether there is another choice than the training set."""
         return self._loader is not None or self._owner() is not None
+
+    def find_head(self) -> None:
+        """Encode one batch, from which the encoder learns where the head is. Data that cannot be read tell nothing."""
+        options: dict[str, Any] = {"limit": 1, "seed": self._seed}
+        with closing(encoded_batches(self._trainer, self._module, self._encoder, self._source, **options)) as batches:
+            try:
+                next(batches, None)
+            except EncodingError:
+                raise
+            except Exception:
+                return
 
     def feed(self, refit: Refit) -> None:
         """One pass over this process's share of the data.
@@ -94,10 +103,10 @@ class FitData:
         """
         start = time.perf_counter()
         options: dict[str, Any] = {"limit": self._limit, "seed": self._seed}
-        batches = encoded_batches(self._trainer, self._module, self._tap, self._source, **options)
+        batches = encoded_batches(self._trainer, self._module, self._encoder, self._source, **options)
         with closing(batches):
             try:
-                for _, encoded, places in batches:
+                for encoded, places in batches:
                     refit.update(encoded, places)
             except EncodingError:
                 raise  # a wrong setting, not bad luck
@@ -111,7 +120,7 @@ class FitData:
         limit = self._limit * self._trainer.world_size if isinstance(self._limit, int) else self._limit
         for batch in shard(self._source(), limit=limit, seed=self._seed):
             batch = transfer(self._trainer, self._module, batch)
-            labels = self._tap.labels_of(batch)
+            labels = self._encoder.labels_of(batch)
             if labels is None:
                 raise EncodingError(
                     "the batches to fit on have no labels. Pass labels=, which takes them from a batch."
@@ -167,6 +176,12 @@ def training_set(trainer: pl.Trainer) -> DataLoader[Any]:
         f"expected one training DataLoader over a map-style dataset, got {found or 'none'}. Pass fit_loader=, give the "
         "datamodule a fit_dataloader(), or use refit='stream'."
     )
+
+
+def ood_loaders_of(trainer: pl.Trainer) -> dict[str, Iterable[Any]]:
+    """OOD loaders by name, of the datamodule if it has some."""
+    datamodule: Any = getattr(trainer, "datamodule", None)
+    return dict(datamodule.ood_dataloaders()) if hasattr(datamodule, "ood_dataloaders") else {}
 
 
 def has_validation(trainer: pl.Trainer) -> bool:

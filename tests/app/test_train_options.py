@@ -61,7 +61,7 @@ def watched(folder):
         (["optimizer.optimizer.lr=abc"], "the optimizer cannot be made"),
         (["+backbone.bogus=1"], "MLP cannot be made of its options"),
         (["monitor=[vim]"], "monitor names vim, which detector= does not choose"),
-        (["detector=[rmd,odin]", "monitor=[odin]"], "monitor names odin, which cannot be watched"),
+        (["detector=[rmd,gram]", "monitor=[gram]"], "'gram' cannot be monitored while the network trains"),
         (["ckpt_path=nowhere.ckpt"], "nowhere.ckpt"),
         (["ckpt_path=damaged.ckpt"], "damaged.ckpt"),
         (["ckpt_path=damaged.ckpt", "train=false"], "damaged.ckpt"),

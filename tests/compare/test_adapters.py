@@ -8,7 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin import RMD, PartialMahalanobis
-from rmd_plugin.compare.adapters import Route, Sources, Unserved, prepare
+from rmd_plugin.compare.adapters import adopt, build, detector_class
+from rmd_plugin.compare.parts import NotSupported, Parts, Representation
+from rmd_plugin.encoding.batches import Encoded
 
 D, K = 12, 3
 
@@ -50,9 +52,9 @@ def data():
 
 
 @pytest.fixture(scope="module")
-def sources(data):
+def parts(data):
     net = data[0]
-    return Sources(feature_dim=D, num_classes=K, encoder=net.body, head=net.fc)
+    return Parts(feature_dim=D, num_classes=K, encoder=net.body, head=net.fc)
 
 
 # the detector on features <-> the same on the network, as the framework documents it
@@ -89,27 +91,18 @@ BUILT = {
 }
 
 
-def scores_from_features(prepared, net, x, y, new):
-    """Fit and score as the comparison does, from features where the route says so."""
+def scores_from_features(adapter, net, x, y, new):
+    """Fit and score as the comparison does, from features wherever the table says so."""
     with torch.no_grad():
-        z, z_new = net.features(x), net.features(new)
-    detector, route = prepared.detector, prepared.route
-    if route is Route.LOGITS:
-        return detector.fit_logits(net.fc(z), y).predict_logits(net.fc(z_new))
-    if route is Route.FEATURES:
-        return detector.fit_features(z, y).predict_features(z_new)
-    if route is Route.MAPS:
-        return detector.fit_feature_maps(z[:, :, None, None], y).predict_feature_maps(z_new[:, :, None, None])
-    if route is Route.HEAD:
-        return detector.fit(DataLoader(TensorDataset(z, y), 64)).predict(z_new)
-    fit = detector.fit_features(z, y) if hasattr(detector, "fit_features") else detector
-    return fit.predict(new)
+        train, test = (Encoded(net.features(batch), net(batch), y, batch) for batch in (x, new))
+    adapter.fit(DataLoader(TensorDataset(x, y), 64) if adapter.fitted_on is Representation.INPUTS else train)
+    return adapter.score(test)
 
 
 @pytest.mark.parametrize("kind", BUILT, ids=lambda kind: f"{kind.__module__.split('.')[0]}-{kind.__name__}")
-def test_scores_from_features_are_those_of_the_detector_on_the_network(kind, data, sources):
+def test_scores_from_features_are_those_of_the_detector_on_the_network(kind, data, parts):
     net, x, y, new = data
-    found = scores_from_features(prepare(kind, sources), net, x, y, new)
+    found = scores_from_features(build(kind, parts), net, x, y, new)
     direct = BUILT[kind](net)
     # NAC and the gradient detectors need a graph that starts at the network's own parameters
     net.requires_grad_(kind is framework.NACUE)
@@ -119,19 +112,19 @@ def test_scores_from_features_are_those_of_the_detector_on_the_network(kind, dat
     assert torch.allclose(found.double(), expected.double(), rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_set_is_kept_and_what_is_null_is_filled_in(sources):
-    assert prepare(functools.partial(framework.ViM, d=2), sources).detector.d == 2
-    assert prepare(functools.partial(framework.ViM, d=None), sources).detector.d == D // 2
-    assert prepare(functools.partial(PartialMahalanobis, components=None), sources).detector.components == K - 1
-    assert prepare(functools.partial(framework.KNN, k=7), sources).detector.k == 7
-    wide = Sources(feature_dim=512, num_classes=10, head=nn.Linear(512, 10))
-    assert prepare(framework.ViM, wide).detector.d == 64
+def test_what_is_set_is_kept_and_what_is_null_is_filled_in(parts):
+    assert build(functools.partial(framework.ViM, d=2), parts).detector.d == 2
+    assert build(functools.partial(framework.ViM, d=None), parts).detector.d == D // 2
+    assert build(functools.partial(PartialMahalanobis, components=None), parts).detector.components == K - 1
+    assert build(functools.partial(framework.KNN, k=7), parts).detector.k == 7
+    wide = Parts(feature_dim=512, num_classes=10, head=nn.Linear(512, 10))
+    assert build(framework.ViM, wide).detector.d == 64
 
 
-def test_calibrated_detectors_are_fitted_on_validation_data(sources):
-    assert prepare(framework.TemperatureScaling, sources).fit_split == "val"
-    assert prepare(framework.KLMatching, sources).fit_split == "val"
-    assert prepare(framework.MaxSoftmax, sources).fit_split == "train"
+def test_calibrated_detectors_are_fitted_on_validation_data(parts):
+    assert build(framework.TemperatureScaling, parts).fit_split == "val"
+    assert build(framework.KLMatching, parts).fit_split == "val"
+    assert build(framework.MaxSoftmax, parts).fit_split == "train"
 
 
 @pytest.mark.parametrize(
@@ -152,17 +145,17 @@ def test_calibrated_detectors_are_fitted_on_validation_data(sources):
         (framework.MCD, {}, "no dropout"),
     ],
 )
-def test_what_the_backbone_cannot_serve_is_told_in_one_sentence(factory, change, reason, sources):
-    with pytest.raises(Unserved, match=reason) as caught:
-        prepare(factory, Sources(**{**vars(sources), **change}))
+def test_what_the_backbone_does_not_give_is_told_in_one_sentence(factory, change, reason, parts):
+    with pytest.raises(NotSupported, match=reason) as caught:
+        build(factory, Parts(**{**vars(parts), **change}))
     assert "\n" not in str(caught.value)
 
 
 def test_dropout_and_text_embeddings_are_used_where_they_are(data):
     noisy = nn.Sequential(data[0].body, nn.Dropout(0.5))
-    rich = Sources(D, K, encoder=noisy, head=data[0].fc, text_embeddings=torch.eye(K, D))
-    assert prepare(framework.MCD, rich).route is Route.INPUTS
-    scores = prepare(framework.MCM, rich).detector.predict_features(torch.eye(D)[:4])
+    rich = Parts(D, K, encoder=noisy, head=data[0].fc, text_embeddings=torch.eye(K, D))
+    assert build(framework.MCD, rich).scored_on is Representation.INPUTS
+    scores = build(framework.MCM, rich).detector.predict_features(torch.eye(D)[:4])
     assert scores.argmax() == 3  # the only one that is no class
 
 
@@ -176,27 +169,55 @@ class Own(FeaturesDetector):
         return self.encoder(x)[:, 0]
 
 
-def test_a_detector_of_the_users_own_is_served_by_the_names_of_its_parameters(sources):
-    detector = prepare(Own, Sources(**{**vars(sources), "seed": 9})).detector
+def test_a_detector_of_the_users_own_is_served_by_the_names_of_its_parameters(parts):
+    detector = build(Own, Parts(**{**vars(parts), "seed": 9})).detector
     assert (detector.encoder, detector.seed, detector.d) == (None, 9, 5)
     assert isinstance(detector.head, nn.Linear)
-    assert prepare(Own, Sources(D, K)).detector.head is None
+    assert build(Own, Parts(D, K)).detector.head is None
 
 
-def test_detectors_get_their_own_copy_of_the_head(sources):
-    head = prepare(framework.SHE, sources).detector.head
+def test_detectors_get_their_own_copy_of_the_head(parts):
+    head = build(framework.SHE, parts).detector.head
     nn.init.zeros_(head.weight)
-    assert float(sources.head.weight.abs().sum()) > 0
+    assert float(parts.head.weight.abs().sum()) > 0
 
 
 def make_rmd(shrinkage) -> Detector:
     return RMD(shrinkage=shrinkage)
 
 
-def test_what_makes_no_detector_is_refused(sources):
+def test_what_makes_no_detector_is_refused(parts):
     for factory in (dict, lambda: RMD()):
         with pytest.raises(TypeError, match="expected a detector class"):
-            prepare(factory, sources)
+            build(factory, parts)
     with pytest.raises(TypeError, match="by name"):
-        prepare(functools.partial(framework.KNN, None), sources)
-    assert prepare(functools.partial(make_rmd, shrinkage=0.1), sources).detector.shrinkage == 0.1
+        build(functools.partial(framework.KNN, None), parts)
+    assert build(functools.partial(make_rmd, shrinkage=0.1), parts).detector.shrinkage == 0.1
+
+
+def test_a_detector_that_somebody_else_made_is_fed_by_what_it_offers(data):
+    net = data[0]
+    fed = {
+        RMD(): ("MOMENTS", "FEATURES"),
+        framework.KNN(None): ("FEATURES", "FEATURES"),
+        framework.KLMatching(None): ("LOGITS", "LOGITS"),
+        framework.MaxSoftmax(None): (None, "LOGITS"),
+        framework.ReAct(net.maps, net.from_maps): ("INPUTS", "INPUTS"),
+        framework.MahalanobisODIN(net.features): ("INPUTS", "INPUTS"),
+        framework.ODIN(net): (None, "INPUTS"),
+    }
+    for detector, (fitted_on, scored_on) in fed.items():
+        adapter = adopt(detector)
+        assert adapter.fitted_on is (None if fitted_on is None else Representation[fitted_on])
+        assert adapter.scored_on is Representation[scored_on]
+
+
+def test_a_whole_network_takes_the_place_of_encoder_and_head(data):
+    assert build(framework.ODIN, Parts(model=data[0])).detector.model is data[0]
+
+
+def test_detector_classes_are_told_from_functions():
+    assert detector_class(RMD) is RMD
+    assert detector_class(functools.partial(functools.partial(RMD, shrinkage=0.1), normalize=True)) is RMD
+    for other in (make_rmd, functools.partial(make_rmd, 0.1), RMD(), dict, None):
+        assert detector_class(other) is None

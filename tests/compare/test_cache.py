@@ -219,6 +219,7 @@ def test_a_cache_that_is_a_file_is_one_clear_error(tmp_path):
     with pytest.raises(CacheError) as caught:
         FeatureCache(tmp_path / "cache").fetch(KEY, batches, 7)
     assert str(tmp_path / "cache") in one_clear_error(caught)
+    assert "Fix the permissions" in one_clear_error(caught)
 
 
 def test_errors_of_the_computation_stay_what_they_are(tmp_path):
@@ -242,10 +243,11 @@ def test_an_interrupted_pass_leaves_nothing(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_a_folder_without_locks_still_works(tmp_path, monkeypatch, caplog):
-    def no_locks(*_args, **_kwargs):
-        raise OSError(errno.ENOLCK, "No locks available")
+def no_locks(*_args, **_kwargs):
+    raise OSError(errno.ENOLCK, "No locks available")
 
+
+def test_a_folder_without_locks_still_works(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(feature_cache.FileLock, "acquire", no_locks)
     cache = FeatureCache(tmp_path)
     assert not cache.fetch(KEY, batches, 7).hit
@@ -254,7 +256,7 @@ def test_a_folder_without_locks_still_works(tmp_path, monkeypatch, caplog):
 
 
 def test_without_locks_the_faster_of_two_jobs_wins(tmp_path, monkeypatch):
-    monkeypatch.setattr(feature_cache, "_acquire", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "none")))
+    monkeypatch.setattr(feature_cache.FileLock, "acquire", no_locks)
     cache = FeatureCache(tmp_path)
 
     def slow():

@@ -166,7 +166,7 @@ def test_empty_splits_and_odd_batches_are_refused():
     with pytest.raises(ValueError, match="'test' holds no sample"):
         make(benchmark=benchmark).features("test")
     benchmark.parts["test"] = TensorDataset(torch.zeros(3, 6))
-    with pytest.raises(ValueError, match=r"pairs \(x, label\)"):
+    with pytest.raises(ValueError, match=r"pairs \(x, y\)"):
         make(benchmark=benchmark).features("test")
     with pytest.raises(ValueError, match="batch_size must be >= 1"):
         make(batch_size=0)

@@ -8,26 +8,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import auc, precision_recall_curve, roc_auc_score
 
-from rmd_plugin.compare.metrics import METRICS, FeatureRows, OODScores, compare_sets, ood_metrics
+from rmd_plugin.compare.metrics import METRICS, FeatureRows, OODScores, compare_scores, ood_metrics
 
 
-def make_scores(inliers=60, outliers=40, scale=1.0):
-    scores = scale * torch.cat([torch.randn(inliers), torch.randn(outliers) + 1.2])
-    return scores, torch.cat([torch.arange(inliers) % 5, -1 - torch.arange(outliers) % 3])
+def make_scores(n_id=60, n_ood=40, scale=1.0):
+    scores = scale * torch.cat([torch.randn(n_id), torch.randn(n_ood) + 1.2])
+    return scores, torch.cat([torch.arange(n_id) % 5, -1 - torch.arange(n_ood) % 3])
 
 
 def test_the_metrics_are_those_of_the_textbook():
     scores, labels = make_scores()
     values = ood_metrics(scores, labels)
     assert tuple(values) == METRICS
-    outlier = (labels < 0).numpy()
+    is_ood = (labels < 0).numpy()
     assert float(values["AUROC"]) == pytest.approx(oracle.auroc(scores[labels >= 0], scores[labels < 0]), abs=1e-12)
-    assert float(values["AUROC"]) == pytest.approx(roc_auc_score(outlier, scores), abs=1e-12)
-    for name, positive, sign in (("AUPR-OUT", outlier, 1), ("AUPR-IN", ~outlier, -1)):
+    assert float(values["AUROC"]) == pytest.approx(roc_auc_score(is_ood, scores), abs=1e-12)
+    for name, positive, sign in (("AUPR-OUT", is_ood, 1), ("AUPR-IN", ~is_ood, -1)):
         precision, recall, _ = precision_recall_curve(positive, sign * scores.numpy())
         assert float(values[name]) == pytest.approx(auc(recall, precision), abs=1e-12)
-    # the largest threshold that 95 % of the outliers reach
-    threshold = np.sort(scores[labels < 0].numpy())[::-1][math.ceil(0.95 * outlier.sum()) - 1]
+    # the largest threshold that 95 % of the OOD samples reach
+    threshold = np.sort(scores[labels < 0].numpy())[::-1][math.ceil(0.95 * is_ood.sum()) - 1]
     assert float(values["FPR95TPR"]) == pytest.approx((scores[labels >= 0].numpy() >= threshold).mean())
 
 
@@ -54,7 +54,7 @@ def test_batches_in_any_split_and_order_give_the_same_bits(cuts, seed):
     assert whole.compute() == parts.compute()
 
 
-def test_every_set_is_compared_with_the_same_inliers_and_the_mean_is_over_the_sets():
+def test_every_set_is_compared_with_the_same_id_samples_and_the_mean_is_over_the_sets():
     scores, labels = make_scores()
     far = torch.randn(7) + 5
     metric = OODScores(["near", "far"])
@@ -62,8 +62,8 @@ def test_every_set_is_compared_with_the_same_inliers_and_the_mean_is_over_the_se
     metric.update(far, torch.full((7,), -1), "far")
     values = metric.compute()
     assert values.keys() == {f"{s}/{m}" for s in ("near", "far", "mean") for m in METRICS}
-    for name, outliers in (("near", scores[labels < 0]), ("far", far)):
-        expected = oracle.auroc(scores[labels >= 0], outliers)
+    for name, ood_scores in (("near", scores[labels < 0]), ("far", far)):
+        expected = oracle.auroc(scores[labels >= 0], ood_scores)
         assert float(values[f"{name}/AUROC"]) == pytest.approx(expected, abs=1e-12)
     for m in METRICS:
         assert float(values[f"mean/{m}"]) == pytest.approx(float(values[f"near/{m}"] + values[f"far/{m}"]) / 2)
@@ -74,8 +74,8 @@ def test_sets_without_samples_are_left_out():
     metric = OODScores(["seen", "never"])
     metric.update(scores, labels, "seen")
     assert not any(key.startswith("never") for key in metric.compute())
-    inliers, outliers = metric.gather()
-    assert (len(inliers), {k: len(v) for k, v in outliers.items()}) == (60, {"seen": 40})
+    id_scores, ood_scores = metric.gather()
+    assert (len(id_scores), {k: len(v) for k, v in ood_scores.items()}) == (60, {"seen": 40})
 
 
 def test_float32_scores_keep_their_order_next_to_float64_scores():
@@ -117,8 +117,11 @@ def test_names_that_a_metric_could_not_carry_are_refused(names):
         OODScores(names)
 
 
-def test_no_outliers_give_no_values():
-    assert compare_sets(torch.zeros(3), {}) == {}
+def test_scores_of_both_sides_are_compared_as_labelled_scores_are():
+    scores, labels = make_scores()
+    assert compare_scores(scores[labels >= 0], scores[labels < 0]) == ood_metrics(scores, labels)
+    with pytest.raises(ValueError, match="0 ID samples and 3 OOD samples"):
+        compare_scores(torch.zeros(0), torch.zeros(3))
 
 
 def test_rows_come_back_in_the_order_of_their_index():
@@ -128,9 +131,9 @@ def test_rows_come_back_in_the_order_of_their_index():
     for index in order.split(4):
         metric.update(z[index], y[index], index)
     rows, labels = metric.compute()
-    known = y >= 0
-    assert torch.equal(rows, z[known])
-    assert torch.equal(labels, y[known])
+    is_id = y >= 0
+    assert torch.equal(rows, z[is_id])
+    assert torch.equal(labels, y[is_id])
 
 
 def test_rows_that_are_not_finite_are_refused_and_not_kept():
@@ -143,7 +146,7 @@ def test_rows_that_are_not_finite_are_refused_and_not_kept():
     assert len(metric.compute()[0]) == 4
 
 
-def test_rows_without_an_inlier_are_refused():
+def test_rows_without_an_id_sample_are_refused():
     metric = FeatureRows()
     metric.update(torch.randn(2, 3), torch.tensor([-1, -1]), torch.arange(2))
     with pytest.raises(ValueError, match="nothing to fit"):

@@ -72,7 +72,7 @@ def test_a_fit_that_stops_early_says_so(data):
 
 def test_bad_input_is_refused(data):
     z, y = data
-    with pytest.raises(ValueError, match="no in-distribution sample"):
+    with pytest.raises(ValueError, match="no ID sample"):
         fit_linear_probe(z, torch.full_like(y, -1))
     with pytest.raises(ValueError, match="NaN or infinite"):
         fit_linear_probe(torch.full_like(z, torch.nan), y)

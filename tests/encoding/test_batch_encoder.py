@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from rmd_plugin.encoding.batch_encoder import BatchEncoder, EncodingError
+from rmd_plugin.encoding.batch_encoder import BatchEncoder
+from rmd_plugin.encoding.batches import EncodingError
+from rmd_plugin.encoding.loop import encode_batches
 
 
 class Net(nn.Module):
@@ -246,7 +248,7 @@ def test_copies_of_a_module_do_not_report_to_the_encoder_of_the_original(net, ba
 
 def test_a_loader_is_encoded_batch_by_batch(net, batch):
     x, y = batch
-    encoded = list(BatchEncoder(net, "fc").iterate([(x[:2], y[:2]), (x[2:], y[2:])]))
+    encoded = list(encode_batches(BatchEncoder(net, "fc"), [(x[:2], y[:2]), (x[2:], y[2:])]))
     assert torch.allclose(torch.cat([e.features for e in encoded]), expected(net, x)[0])
     assert torch.equal(torch.cat([e.labels for e in encoded]), y)
 

@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from rmd_plugin import RMD, ClassMoments, Mahalanobis
+from rmd_plugin.compare.adapters import adopt
 from rmd_plugin.compare.metrics import METRICS
-from rmd_plugin.encoding.batch_encoder import EncodingError
+from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.callback import OODMonitor, OODMonitorWarning
 from rmd_plugin.monitor.refit import Refit
 
@@ -29,15 +30,15 @@ def test_the_metrics_are_those_of_the_textbook_on_the_networks_features(tmp_path
     monitor = OODMonitor({"rmd": RMD(), "md": Mahalanobis()}, head="model.fc", ood={"svhn": loader(OOD)})
     checkpoint = ModelCheckpoint(tmp_path, monitor="ood/rmd/svhn/AUROC", mode="max")
     trainer, module = fit(monitor, checkpoint, tmp_path=tmp_path)
-    z, inlier, outlier = (features_of(module, data[0]) for data in (TRAIN, VAL, OOD))
+    z, z_id, z_ood = (features_of(module, data[0]) for data in (TRAIN, VAL, OOD))
     for name, score in (("rmd", oracle.rmd), ("md", oracle.mahalanobis)):
-        expected = oracle.auroc(score(z, TRAIN[1], inlier), score(z, TRAIN[1], outlier))
+        expected = oracle.auroc(score(z, TRAIN[1], z_id), score(z, TRAIN[1], z_ood))
         assert values(monitor)[name, "svhn"] == pytest.approx(expected, abs=1e-12)
         assert float(trainer.callback_metrics[f"ood/{name}/svhn/AUROC"]) == pytest.approx(expected, abs=1e-6)
     assert 0.5 < expected < 1
     assert checkpoint.best_model_score == trainer.callback_metrics["ood/rmd/svhn/AUROC"]
     rmd = OODMonitor.load_detectors(checkpoint.best_model_path)["rmd"]
-    assert torch.equal(rmd.predict_features(outlier), monitor.detectors["rmd"].predict_features(outlier))
+    assert torch.equal(rmd.predict_features(z_ood), monitor.detectors["rmd"].predict_features(z_ood))
 
 
 def test_every_detector_of_the_framework_gets_what_it_would_get_without_lightning():
@@ -104,7 +105,8 @@ def test_one_forward_pass_serves_all_detectors_and_validation_needs_no_second_on
 
 def test_detectors_with_the_same_options_share_their_moments():
     detectors = {"a": RMD(), "b": Mahalanobis(), "c": RMD(normalize=True), "d": KNN(None), "e": MaxSoftmax(None)}
-    assert Refit(detectors, torch.device("cpu")).groups == [("a", "b"), ("c",), ("d",)]
+    adapters = {name: adopt(detector) for name, detector in detectors.items()}
+    assert Refit(adapters, torch.device("cpu")).groups == [("a", "b"), ("c",), ("d",)]
 
 
 def test_names_in_the_log_are_those_of_the_manual(tmp_path):
@@ -159,8 +161,8 @@ def test_a_datamodule_may_offer_a_clean_fit_set_and_ood_sets():
 
     monitor, module = OODMonitor({"rmd": RMD()}), Classifier()
     kit.trainer(None, monitor).fit(module, datamodule=Data())
-    z, inlier, outlier = (features_of(module, data[0]) for data in (TRAIN, VAL, OOD))
-    expected = oracle.auroc(*(oracle.rmd(z, TRAIN[1], x) for x in (inlier, outlier)))
+    z, z_id, z_ood = (features_of(module, data[0]) for data in (TRAIN, VAL, OOD))
+    expected = oracle.auroc(*(oracle.rmd(z, TRAIN[1], x) for x in (z_id, z_ood)))
     assert values(monitor)["rmd", "svhn"] == pytest.approx(expected, abs=1e-12)
 
 
@@ -272,8 +274,8 @@ def test_the_stream_takes_the_moments_of_the_training_passes_of_the_epoch():
     fit(monitor, module=module, train=loader(TRAIN, shuffle=True), max_epochs=2)
     z, y = (torch.cat(part) for part in zip(*module.kept, strict=True))
     assert len(z) == len(TRAIN[1])
-    inlier, outlier = features_of(module, VAL[0]), features_of(module, OOD[0])
-    expected = oracle.auroc(oracle.rmd(z, y, inlier), oracle.rmd(z, y, outlier))
+    z_id, z_ood = features_of(module, VAL[0]), features_of(module, OOD[0])
+    expected = oracle.auroc(oracle.rmd(z, y, z_id), oracle.rmd(z, y, z_ood))
     assert values(monitor, epoch=1)["rmd", "svhn"] == pytest.approx(expected, abs=1e-12)
 
 

@@ -36,7 +36,7 @@ def run(strategy, folder):
 def single(tmp_path_factory):
     folder = tmp_path_factory.mktemp("single")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        patch.setattr("rmd_plugin.monitor.callback.Evaluation", Evaluation)  # gives it back afterwards
+        patch.setattr("rmd_plugin.monitor.engine.Evaluation", Evaluation)  # gives it back afterwards
         callback_ddp_run.main("auto", folder)
     return torch.load(folder / "0.pt", weights_only=False)
 
@@ -68,12 +68,12 @@ def test_two_processes_find_the_scores_of_one_and_every_sample_counts_once(singl
         assert len(result["scores"]) == len(single["scores"]) == 6  # three monitors, two epochs
         for mine, theirs in zip(single["scores"], result["scores"], strict=True):
             for name in theirs:
-                (inliers, outliers), (inliers_2, outliers_2) = mine.get(name, theirs[name]), theirs[name]
-                assert len(inliers_2) == 37 - SETS["unknown"]
-                assert {ood: len(found) for ood, found in outliers_2.items()} == {ood: SETS[ood] for ood in outliers}
-                torch.testing.assert_close(inliers_2, inliers, rtol=1e-5, atol=1e-5)
-                for ood in outliers:
-                    torch.testing.assert_close(outliers_2[ood], outliers[ood], rtol=1e-5, atol=1e-5)
+                (id_scores, ood_scores), (id_2, ood_2) = mine.get(name, theirs[name]), theirs[name]
+                assert len(id_2) == 37 - SETS["unknown"]
+                assert {ood: len(found) for ood, found in ood_2.items()} == {ood: SETS[ood] for ood in ood_scores}
+                torch.testing.assert_close(id_2, id_scores, rtol=1e-5, atol=1e-5)
+                for ood in ood_scores:
+                    torch.testing.assert_close(ood_2[ood], ood_scores[ood], rtol=1e-5, atol=1e-5)
 
 
 def test_a_fit_that_draws_is_the_same_on_every_process(single, double):
@@ -121,9 +121,9 @@ def metrics_of(rank, store, folder):
     if rank == 0:  # rank 1 has seen nothing
         scores.update(torch.arange(6.0), torch.tensor([0, 0, -1, 0, -1, -1]), "b")
         rows.update(torch.arange(8.0).view(4, 2).double(), torch.tensor([1, -1, 0, 1]), torch.tensor([3, 2, 1, 0]))
-    inliers, outliers = scores.gather()
+    id_scores, ood_scores = scores.gather()
     gathered, labels = rows.compute()
-    result = (float(scores.compute()["b/AUROC"]), inliers.tolist(), outliers["b"].tolist(), gathered, labels)
+    result = (float(scores.compute()["b/AUROC"]), id_scores.tolist(), ood_scores["b"].tolist(), gathered, labels)
     torch.save(result, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -132,8 +132,8 @@ def metrics_of(rank, store, folder):
 def test_a_process_without_data_takes_part(tmp_path):
     mp.spawn(metrics_of, (tmp_path / "store", tmp_path), nprocs=2)
     for rank in range(2):
-        auroc, inliers, outliers, rows, labels = torch.load(tmp_path / f"{rank}.pt")
+        auroc, id_scores, ood_scores, rows, labels = torch.load(tmp_path / f"{rank}.pt")
         assert auroc == pytest.approx(8 / 9)
-        assert (sorted(inliers), sorted(outliers)) == ([0.0, 1.0, 3.0], [2.0, 4.0, 5.0])
+        assert (sorted(id_scores), sorted(ood_scores)) == ([0.0, 1.0, 3.0], [2.0, 4.0, 5.0])
         assert rows.tolist() == [[6.0, 7.0], [4.0, 5.0], [0.0, 1.0]]
         assert labels.tolist() == [1, 0, 1]

@@ -12,7 +12,7 @@ from pytorch_ood.detector import KNN, MaxSoftmax
 from torch.utils.data import Dataset
 
 from rmd_plugin import RMD, Mahalanobis
-from rmd_plugin.encoding.batch_encoder import EncodingError
+from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.callback import OODMonitor, OODMonitorWarning
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
@@ -23,8 +23,8 @@ def monitored(**options):
 
 
 def auroc_of(module, train=TRAIN, val=VAL, ood=OOD):
-    z, inlier, outlier = (features_of(module, data[0]) for data in (train, val, ood))
-    return oracle.auroc(oracle.rmd(z, train[1], inlier), oracle.rmd(z, train[1], outlier))
+    z, z_id, z_ood = (features_of(module, data[0]) for data in (train, val, ood))
+    return oracle.auroc(oracle.rmd(z, train[1], z_id), oracle.rmd(z, train[1], z_ood))
 
 
 def first(data, count):
@@ -96,8 +96,8 @@ def test_gradient_accumulation_and_half_precision():
     _, module = fit(monitor, precision="bf16-mixed")
     module.eval()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        z, inlier, outlier = (module.model.features(data[0]).float() for data in (TRAIN, VAL, OOD))
-    expected = oracle.auroc(oracle.rmd(z, TRAIN[1], inlier), oracle.rmd(z, TRAIN[1], outlier))
+        z, z_id, z_ood = (module.model.features(data[0]).float() for data in (TRAIN, VAL, OOD))
+    expected = oracle.auroc(oracle.rmd(z, TRAIN[1], z_id), oracle.rmd(z, TRAIN[1], z_ood))
     assert values(monitor)["rmd", "svhn"] == pytest.approx(expected, abs=1e-12)
 
 
@@ -260,7 +260,7 @@ def test_a_detector_that_cannot_score_is_nan():
 
 def test_an_empty_set_is_nan():
     monitor = monitored(ood={"svhn": loader(OOD), "empty": []})
-    with pytest.warns(OODMonitorWarning, match="no result on 'empty': there are 37 ID samples and 0 of it"):
+    with pytest.warns(OODMonitorWarning, match="no result on 'empty': there are 37 ID samples and 0 OOD samples"):
         fit(monitor)
     assert values(monitor)["rmd", "svhn"] > 0.5
 

@@ -165,8 +165,8 @@ def test_unfitted_detectors_are_told_in_an_evaluation_without_checkpoint():
     fitted = RMD().fit_features(features_of(module, TRAIN[0]), TRAIN[1])
     monitor = monitored({"rmd": fitted})
     trainer(None, monitor).validate(module, loader(VAL), verbose=False)
-    z, inlier, outlier = (features_of(module, data[0]) for data in (TRAIN, VAL, OOD))
-    expected = oracle.auroc(oracle.rmd(z, TRAIN[1], inlier), oracle.rmd(z, TRAIN[1], outlier))
+    z, z_id, z_ood = (features_of(module, data[0]) for data in (TRAIN, VAL, OOD))
+    expected = oracle.auroc(oracle.rmd(z, TRAIN[1], z_id), oracle.rmd(z, TRAIN[1], z_ood))
     assert values(monitor)["rmd", "svhn"] == pytest.approx(expected, abs=1e-12)
 
 

@@ -8,7 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from callback_kit import OOD, TRAIN, VAL, Augmented, Classifier, fit, loader, values
-from pytorch_ood.detector import KNN, MCD, ODIN, GradNorm, MahalanobisODIN, MaxSoftmax
+from pytorch_ood.detector import KNN, MCD, ODIN, GradNorm, MahalanobisODIN, MaxSoftmax, ViM
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -96,6 +96,10 @@ def gradient_detectors():
     }
 
 
+def classes():
+    return {"rmd": RMD, "vim": ViM, "odin": ODIN, "gradnorm": GradNorm, "mcd": MCD}
+
+
 def shuffled():
     return DataLoader(Augmented(), 16, shuffle=True)
 
@@ -109,6 +113,7 @@ CASES = {
     "stream": (detectors, {"refit": "stream"}, shuffled, {}),
     "sanity check": (detectors, {}, shuffled, {"num_sanity_val_steps": 2}),
     "detectors that differentiate or switch modes": (gradient_detectors, {}, shuffled, {}),
+    "classes": (classes, {"head": None}, shuffled, {}),
     "validation amid gradient accumulation": (
         gradient_detectors,
         {},
@@ -127,7 +132,7 @@ def test_training_with_the_monitor_gives_the_same_bits(case, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     make, options, loaders, kwargs = CASES[case]
     alone = train(None, loaders, validation, **kwargs)
-    monitor = OODMonitor(make(), head="model.fc", ood={"svhn": loader(OOD, shuffle=True)}, **options)
+    monitor = OODMonitor(make(), **{"head": "model.fc", "ood": {"svhn": loader(OOD, shuffle=True)}, **options})
     watched = train(monitor, loaders, validation, **kwargs)
     assert len(alone) == len(watched) == 12
     for step, (a, b) in enumerate(zip(alone, watched, strict=True)):

@@ -212,7 +212,9 @@ class _FoldedNetwork(nn.Module):
 
     def _layer(self, name: str, part: slice) -> tuple[Tensor, Tensor]:
         """Weights (k, out, in) and biases (k, out, 1) of some classes; k = 1 where all classes share them."""
-        weight, bias = self.get_buffer(f"{name}_weight"), self.get_buffer(f"{name}_bias")
+        # not get_buffer: torch.export of torch 2.6 cannot trace it
+        weight: Tensor = getattr(self, f"{name}_weight")
+        bias: Tensor = getattr(self, f"{name}_bias")
         return weight if len(weight) == 1 else weight[part], bias if len(bias) == 1 else bias[part]
 
     def _linear(self, name: str, value: Tensor, part: slice) -> Tensor:

@@ -1,0 +1,79 @@
+"""The one encode loop: batches of a loader through an encoder, in evaluation mode and without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from rmd_plugin.encoding.batches import Encoded, EncodingError
+from rmd_plugin.encoding.features import pool_features, widened
+from rmd_plugin.encoding.isolation import evaluating
+
+
+class PairEncoder:
+    """Turns batches (x, y) into :class:`Encoded` by any encoder: half precision is widened, maps are averaged.
+
+    Args:
+        encoder: maps inputs to features of shape (B, D) or maps of shape (B, C, H, W).
+    """
+
+    def __init__(self, encoder: Callable[[Any], Tensor]) -> None:
+        self.module = encoder
+
+    def __call__(self, batch: Any) -> Encoded:
+        """Encode a batch.
+
+        Raises:
+            EncodingError: if the batch is no pair (x, y).
+        """
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            found = f"{type(batch).__name__} of length {len(batch)}" if hasattr(batch, "__len__") else batch
+            raise EncodingError(f"the loader must yield pairs (x, y), got a {found}.")
+        x, y = batch
+        return Encoded(pool_features(widened(self.module(x).detach())), labels=torch.as_tensor(y), batch=batch)
+
+
+def encode_batches(
+    encode: Callable[[Any], Encoded],
+    loader: Iterable[Any],
+    *,
+    device: torch.device | str | None = None,
+    id_only: bool = False,
+    title: str | None = None,
+) -> Iterator[Encoded]:
+    """Encode the batches of a loader.
+
+    Args:
+        encode: a :class:`PairEncoder`, a :class:`rmd_plugin.encoding.batch_encoder.BatchEncoder`, or the like. If it
+            has a ``module``, that is in evaluation mode until the loop ends.
+        loader: yields batches.
+        device: where batches are moved to; None leaves them where they are.
+        id_only: leave out samples with a label below zero, and batches of which nothing is left.
+        title: of a progress bar; None for no bar.
+
+    Yields:
+        One :class:`Encoded` per batch.
+
+    Example:
+        >>> net = torch.nn.Flatten()
+        >>> batches = [(torch.zeros(3, 2, 2), torch.tensor([0, 1, -1]))]
+        >>> [tuple(batch.features.shape) for batch in encode_batches(PairEncoder(net), batches, id_only=True)]
+        [(2, 4)]
+    """
+    # leave=False: a finished bar would stand between the tables
+    bar = tqdm(loader, desc=title, unit="batch", leave=False, disable=title is None)
+    with evaluating(getattr(encode, "module", encode)):
+        for batch in bar:
+            if device is not None:
+                batch = apply_to_collection(batch, Tensor, lambda tensor: tensor.to(device))
+            with torch.no_grad():  # not around the yield: the caller's gradients are the caller's
+                encoded = encode(batch)
+                if id_only and encoded.labels is not None:
+                    encoded = encoded.select(encoded.labels >= 0)
+            if len(encoded) or not id_only:
+                yield encoded
