@@ -96,12 +96,7 @@ def comparison_table(comparisons: Sequence[PaperNumber], title: str = "", *, rem
 
 
 def reproduction_document(summaries: Sequence[StudySummary], pictures: Mapping[str, str]) -> str:
-    """The document: for every study its table and pictures, what was run on what, and what was not run.
-
-    Args:
-        summaries: the studies, in the order of the document.
-        pictures: figure name -> path as the document should refer to it.
-    """
+    """The document: for every study its table and pictures, what was run on what, and what was not run."""
     numbers = [item for summary in summaries for item in summary.comparisons]
     # Markdown, not HTML: nothing is escaped
     environment = Environment(loader=PackageLoader("rmd_plugin.paper"), trim_blocks=True, lstrip_blocks=True)
@@ -121,13 +116,7 @@ def reproduction_document(summaries: Sequence[StudySummary], pictures: Mapping[s
 def write_document(
     path: str | os.PathLike[str], folders: Sequence[Path], *, pictures_dir: str = "reproduction"
 ) -> Path:
-    """Write the document, with the pictures in a folder beside it.
-
-    Args:
-        path: file to write.
-        folders: folders of the studies, in the order of the document; those without a summary are left out.
-        pictures_dir: folder of the pictures, relative to the document.
-    """
+    """Write the document, with the pictures in a folder beside it."""
     path = Path(path)
     found = [(folder, StudySummary.read(folder)) for folder in folders if (folder / SUMMARY).is_file()]
     if not found:

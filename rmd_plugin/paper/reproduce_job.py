@@ -47,11 +47,7 @@ _EXPECTED = (OSError, ValueError, ImportError)
 
 
 def run(config: DictConfig) -> None:
-    """Run the studies of a config, and write the document.
-
-    Args:
-        config: the composed ``conf/reproduce.yaml``.
-    """
+    """Run the studies of a config, and write the document."""
     with one_clear_error("rmd-reproduce"), logged_warnings():
         names = chosen_studies(config.study)
         whole_number(config.seed, "seed")

@@ -107,9 +107,6 @@ def cell_name(experiment: str) -> str:
 def chosen_studies(study: Any) -> list[str]:
     """Names of the studies that a config asks for, in the order in which they are run.
 
-    Args:
-        study: None, a name, ``all`` or several names.
-
     Raises:
         ValueError: for a name that is none.
     """
