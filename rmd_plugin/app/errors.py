@@ -109,7 +109,10 @@ def explain(error: BaseException) -> str:
     if missing := re.search(r"hydra_plugins\.hydra_(joblib|submitit|ray|optuna)\w*", text):
         extra = {"ray": "ray", "optuna": "optuna"}.get(missing[1], "sweep")
         return f"{missing_extra(missing[0], extra, needed_by=missing[1])}."
-    return text if not causes or isinstance(error, HydraException) else str(error).splitlines()[0]
+    if not causes:
+        return text
+    # "Error merging override X", and only the cause says that X must be a number
+    return f"{text}: {str(causes[-1]).splitlines()[0]}." if error not in causes else str(error).splitlines()[0]
 
 
 def _choices(group: str) -> Iterable[str]:

@@ -42,11 +42,12 @@ from rmd_plugin.report.run_folder import RunFolder
 log = logging.getLogger(__name__)
 
 
-def train(cfg: DictConfig) -> float | None:
+def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
     """Run the job that a config describes and write everything into its output folder.
 
     Args:
         cfg: the composed ``conf/train.yaml``.
+        command: what one types to repeat it; by default ``rmd-train`` with the words of this call.
 
     Returns:
         The best value of what the checkpoints are chosen by, the validation accuracy; None where nothing was trained.
@@ -58,7 +59,8 @@ def train(cfg: DictConfig) -> float | None:
     for chatty in ("pytorch_lightning.utilities.rank_zero", "pytorch_ood"):
         logging.getLogger(chatty).setLevel(logging.WARNING)  # the table at the end is what the user waits for
     pl.seed_everything(whole_number(cfg.seed, "seed"), workers=True, verbose=False)
-    running = folder.running(config=repeatable(cfg, "train"), about=about(cfg), command=current_command("rmd-train"))
+    command = command or current_command("rmd-train")
+    running = folder.running(config=repeatable(cfg, "train"), about=about(cfg), command=command)
     with logged_warnings(), nullcontext() if helps_to_train() else running:
         make_detectors(cfg)  # a wrong choice is said before hours of training
         benchmark = make_benchmark(cfg)

@@ -11,41 +11,36 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader
+
 from rmd_plugin.atomic import replacing
-from rmd_plugin.paper.result import Comparison
+from rmd_plugin.paper.published import ADDRESS, TITLE
+from rmd_plugin.paper.result import PaperNumber
 from rmd_plugin.report.names import SUMMARY
 from rmd_plugin.report.table import Cell, Column, Table, to_markdown
 
 
 @dataclass
 class StudySummary:
-    """One finished study on disk: what the document is made of.
-
-    Attributes:
-        study: its name.
-        about: which part of the paper it belongs to.
-        scale: ``small`` or ``paper``.
-        comparisons: the paper's numbers beside ours.
-        notes: remarks.
-        figures: file names of its pictures, without suffix, with a caption each.
-        seconds: how long it took, cells that were found ready not counted.
-        commands: how a line that was not run here can be run.
-        command: how this was made.
-        versions: of python and the packages, and the commit.
-        machine: on what it ran.
-    """
+    """One finished study on disk: what the document is made of."""
 
     study: str
-    about: str
+    about: str  #: which part of the paper it belongs to
     scale: str
-    comparisons: list[Comparison] = field(default_factory=list)
+    comparisons: list[PaperNumber] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    figures: dict[str, str] = field(default_factory=dict)
-    seconds: float = math.nan
-    commands: dict[str, str] = field(default_factory=dict)
-    command: str = ""
+    figures: dict[str, str] = field(default_factory=dict)  #: file names of its pictures, without suffix -> caption
+    seconds: float = math.nan  #: how long it took, runs that were found ready not counted
+    commands: dict[str, str] = field(default_factory=dict)  #: how each line is run at the paper's scale
+    command: str = ""  #: how this was made
     versions: dict[str, Any] = field(default_factory=dict)
     machine: str = ""
+
+    @property
+    def ready(self) -> dict[str, str]:
+        """Lines that were not run here, with the command that runs each."""
+        missing = dict.fromkeys(item.what for item in self.comparisons if not item.run)
+        return {what: self.commands[what] for what in missing if what in self.commands}
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write it as JSON; NaN, which JSON does not have, as null."""
@@ -72,12 +67,12 @@ class StudySummary:
                 {key: math.nan if value is None else value for key, value in item.items()}
                 for item in content.pop("comparisons")
             ]
-            return cls(comparisons=[Comparison(**item) for item in items], **content)
+            return cls(comparisons=[PaperNumber(**item) for item in items], **content)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} does not hold the summary of a study: {error}") from error
 
 
-def comparison_table(comparisons: Sequence[Comparison], title: str = "", *, remarks_below: bool = False) -> Table:
+def comparison_table(comparisons: Sequence[PaperNumber], title: str = "", *, remarks_below: bool = False) -> Table:
     """Paper, ours and the difference; then what we ran and why it differs.
 
     Args:
@@ -85,100 +80,43 @@ def comparison_table(comparisons: Sequence[Comparison], title: str = "", *, rema
         title: heading.
         remarks_below: put the remarks below the table, where a terminal is too narrow for another column.
     """
-    columns = [
-        Column("Setting of the paper", "left"),
-        Column("Number", "left"),
-        Column("paper"),
-        Column("ours"),
-        Column("difference"),
-        Column("What we ran, and why it differs", "left"),
-    ]
-    rows = []
-    last = ("", "")
+    columns = [Column("Setting of the paper", "left"), Column("Number", "left")]
+    columns += [Column("paper"), Column("ours"), Column("difference")]
+    rows, remarks = [], []
     for item in comparisons:
-        remark = _remark(item)
-        # a remark that stands in the line above is not said again
-        shown = "" if (item.what, remark) == last else remark
-        rows.append(
-            [
-                Cell(item.what),
-                Cell(item.metric),
-                Cell(_number(item.paper, item.metric)),
-                Cell(_ours(item)),
-                Cell("" if math.isnan(item.difference) else _signed(item.difference, item.metric)),
-                Cell(shown),
-            ]
-        )
-        last = (item.what, remark)
+        numbers = (_number(item.paper, item.metric), _ours(item), _number(item.difference, item.metric, sign="+"))
+        rows.append([Cell(text) for text in (item.what, item.metric, *numbers)])
+        remarks.append((item.what, _remark(item)))
     if remarks_below:
-        said = dict.fromkeys((item.what, _remark(item)) for item in comparisons)
-        notes = [f"{what}: {remark}." for what, remark in said if remark]
-        return Table(columns[:-1], [row[:-1] for row in rows], title=title, notes=notes)
-    return Table(columns, rows, title=title)
+        notes = [f"{what}: {remark}." for what, remark in dict.fromkeys(remarks) if remark]
+        return Table(columns, rows, title=title, notes=notes)
+    for row, remark, before in zip(rows, remarks, [None, *remarks], strict=False):
+        row.append(Cell("" if remark == before else remark[1]))  # what stands in the line above is not said again
+    return Table([*columns, Column("What we ran, and why it differs", "left")], rows, title=title)
 
 
-def reproduction_document(summaries: Sequence[StudySummary], pictures: Mapping[str, str], *, paper: str) -> str:
-    """The document: for every study its table and pictures, what was run on what, and what was not run.
-
-    Args:
-        summaries: the studies, in the order of the document.
-        pictures: figure name -> path as the document should refer to it.
-        paper: title and address of the paper.
-    """
-    run = [item for summary in summaries for item in summary.comparisons if item.run and not math.isnan(item.paper)]
-    left = [item for summary in summaries for item in summary.comparisons if not item.run]
-    lines = [
-        "# Reproduction",
-        "",
-        "Made by `rmd-reproduce`; do not edit. Every number in the column *ours* was measured by the command that is "
-        "named with it. A line without a number was not run here.",
-        "",
-        f"The paper: {paper}. All numbers are percentages unless they count something. Most of our settings are "
-        "smaller than the paper's, so the level of a number may differ; what should agree is who is ahead of whom, "
-        "and why. The last column says what differs.",
-        "",
-        f"{len(run)} published numbers have one of ours beside them; {len(left)} were not run here. "
-        "`scale=paper` holds the paper's own settings for machines with GPUs.",
-        "",
-    ]
-    lines += _machines(summaries)
-    for summary in summaries:
-        lines += [f"## {summary.about}", ""]
-        seconds = "" if math.isnan(summary.seconds) else f" It took {summary.seconds:.0f} s."
-        lines += [f"`{summary.command}`.{seconds}", ""]
-        for name, caption in summary.figures.items():
-            if name in pictures:
-                lines += [f"![{caption}]({pictures[name]})", "", f"*{caption}.*", ""]
-        lines += [to_markdown(comparison_table(summary.comparisons)), ""]
-        for note in summary.notes:
-            lines += [note, ""]
-        missing = [item.what for item in summary.comparisons if not item.run]
-        commands = {what: summary.commands[what] for what in dict.fromkeys(missing) if what in summary.commands}
-        if commands:
-            lines += ["Ready, not run here:", ""]
-            lines += [f"- {what}: `{command}`" for what, command in commands.items()]
-            lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+def reproduction_document(summaries: Sequence[StudySummary], pictures: Mapping[str, str]) -> str:
+    """The document: for every study its table and pictures, what was run on what, and what was not run."""
+    numbers = [item for summary in summaries for item in summary.comparisons]
+    # Markdown, not HTML: nothing is escaped
+    environment = Environment(loader=PackageLoader("rmd_plugin.paper"), trim_blocks=True, lstrip_blocks=True)
+    text = environment.get_template("reproduction.md").render(
+        title=TITLE,
+        address=ADDRESS,
+        measured=sum(item.run and not math.isnan(item.paper) for item in numbers),
+        missing=sum(not item.run for item in numbers),
+        machines=_machines(summaries),
+        summaries=summaries,
+        pictures=pictures,
+        table=lambda summary: to_markdown(comparison_table(summary.comparisons)),
+    )
+    return text.rstrip() + "\n"
 
 
 def write_document(
-    path: str | os.PathLike[str],
-    folders: Sequence[Path],
-    *,
-    paper: str,
-    pictures_dir: str = "docs/reproduction",
+    path: str | os.PathLike[str], folders: Sequence[Path], *, pictures_dir: str = "reproduction"
 ) -> Path:
-    """Write the document, with the pictures in a folder beside it.
-
-    Args:
-        path: file to write.
-        folders: folders of the studies, in the order of the document; those without a summary are left out.
-        paper: title and address of the paper.
-        pictures_dir: folder of the pictures, relative to the document.
-
-    Returns:
-        The file.
-    """
+    """Write the document, with the pictures in a folder beside it."""
     path = Path(path)
     found = [(folder, StudySummary.read(folder)) for folder in folders if (folder / SUMMARY).is_file()]
     if not found:
@@ -193,47 +131,38 @@ def write_document(
                 shutil.copyfile(source, target / source.name)
                 pictures[name] = f"{pictures_dir}/{source.name}"
     with replacing(path) as file:
-        file.write(reproduction_document([summary for _, summary in found], pictures, paper=paper))
+        file.write(reproduction_document([summary for _, summary in found], pictures))
     return path
 
 
-def _machines(summaries: Sequence[StudySummary]) -> list[str]:
-    machines = list(dict.fromkeys(summary.machine for summary in summaries if summary.machine))
-    commits = list(dict.fromkeys(str(summary.versions.get("commit", "")) for summary in summaries))
+def _machines(summaries: Sequence[StudySummary]) -> str:
+    machines = dict.fromkeys(summary.machine for summary in summaries if summary.machine)
+    commits = dict.fromkeys(str(summary.versions.get("commit", "")) for summary in summaries)
     packages = summaries[0].versions.get("packages", {}) if summaries else {}
-    shown = ", ".join(
-        f"{name} {packages[name]}" for name in ("torch", "pytorch-ood", "pytorch-lightning") if name in packages
-    )
-    total = sum(summary.seconds for summary in summaries if not math.isnan(summary.seconds))
-    text = f"Run on {'; '.join(machines)}" if machines else "Run"
-    text += f" with {shown}" if shown else ""
+    shown = [f"{name} {packages[name]}" for name in ("torch", "pytorch-ood", "pytorch-lightning") if name in packages]
     short = [commit[:12] + ("+changes" if commit.endswith("+changes") else "") for commit in commits if commit]
+    text = f"Run on {'; '.join(machines)}" if machines else "Run"
+    text += f" with {', '.join(shown)}" if shown else ""
     text += f", commit {', '.join(short)}" if short else ""
-    return [f"{text}; {total / 60:.0f} minutes in all.", ""]
+    total = sum(summary.seconds for summary in summaries if not math.isnan(summary.seconds))
+    return f"{text}; {total / 60:.0f} minutes in all."
 
 
-def _remark(item: Comparison) -> str:
+def _remark(item: PaperNumber) -> str:
     if not item.run:
         return f"not run: {item.reason}" if item.reason else "not run"
     return ". ".join(part for part in (item.setting, item.reason) if part)
 
 
-def _counts(metric: str) -> bool:
-    return metric.startswith(("leading directions", "d at"))
-
-
-def _number(value: float, metric: str) -> str:
+def _number(value: float, metric: str, *, sign: str = "") -> str:
     if math.isnan(value):
         return ""
-    return f"{value:.0f}" if _counts(metric) else f"{value:.2f}"
+    counts = metric.startswith(("leading directions", "d at"))
+    return f"{value:{sign}.{0 if counts else 2}f}"
 
 
-def _ours(item: Comparison) -> str:
+def _ours(item: PaperNumber) -> str:
     if not item.run:
         return "not run"
     text = _number(item.ours, item.metric)
     return text if math.isnan(item.spread) else f"{text} ± {item.spread:.2f}"
-
-
-def _signed(value: float, metric: str) -> str:
-    return f"{value:+.0f}" if _counts(metric) else f"{value:+.2f}"

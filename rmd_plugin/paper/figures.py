@@ -1,336 +1,285 @@
-"""Figures of the studies: drawn from arrays and comparisons alone, at the size of a slide, labelled in place."""
+"""Figures of the studies: drawn from arrays and numbers alone, at the size of a slide, labelled in place."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 
+from rmd_plugin.compare.rows import AUROC, mean, select
+from rmd_plugin.paper.result import PaperNumber, StudyResult
+from rmd_plugin.paper.studies import SIMULATION
 from rmd_plugin.report.style import (
     DASHES,
+    DISTANCE_COLOURS,
     ID_COLOUR,
     PALETTE,
     QUIET,
     SLIDE,
     SMALL,
     TITLE,
+    colour,
     house_style,
+    label,
+    name_ends,
     new_figure,
+    outline,
     quiet_grid,
 )
 
 Arrays = Mapping[str, np.ndarray]
+#: figure name -> figure and caption
+Figures = dict[str, tuple[Figure, str]]
 
-OOD_COLOUR = PALETTE["vermilion"]
-#: a detector has one colour in all figures of the studies
-COLOURS = {
-    "mahalanobis": PALETTE["vermilion"],
-    "rmd": PALETTE["blue"],
-    "msp": PALETTE["green"],
-    "marginal": PALETTE["purple"],
-    "partial": PALETTE["orange"],
-    "flow_likelihood": PALETTE["orange"],
-    "relative_flow": PALETTE["sky"],
-}
-NAMES = {
-    "mahalanobis": "MD",
-    "rmd": "RMD",
-    "msp": "MSP",
-    "marginal": "MMD",
-    "partial": "PMD",
-    "flow_likelihood": "flow",
-    "relative_flow": "flow ratio",
-}
-_KINDS = (("known", "in-distribution", ID_COLOUR), ("unknown", "OOD", OOD_COLOUR))
+_BOTH = ("mahalanobis", "rmd")
+_KINDS = (("id", "in-distribution", ID_COLOUR), ("ood", "OOD", DISTANCE_COLOURS["near"][0]))
+#: grey that can be read as text
+_READABLE = "#6A6A6A"
 
 
-class Compared(Protocol):
-    """What :func:`paired_figure` needs of a comparison with the paper."""
+def make_figures(result: StudyResult) -> Figures:
+    """The figures of a study by file name, each with a caption."""
+    name, arrays = result.study, result.arrays
+    if name == SIMULATION:
+        inputs = [row for row in select(result.rows, backbone="identity") if not row.reason]
+        areas = {detector: mean([row.value for row in select(inputs, detector=detector)]) for detector in _BOTH}
+        found: Figures = {
+            name: (simulation_figure(arrays, areas), "Histograms of one draw; AUROC is the mean over seeds"),
+            f"{name}_sweep": (sweep_figure(arrays), "Where MD breaks: mean over seeds, band from least to largest"),
+        }
+        if activations := list(dict.fromkeys(key.split("/")[0] for key in arrays if key.count("/") == 2)):
+            caption = "Scores on the hidden units of a trained one-layer network"
+            found[f"{name}_network"] = (network_figure(arrays, activations), caption)
+        return found
+    if name in ("spectrum", "partial"):
+        return {f"{name}_{_stem(text)}": _of_one_set(result, text, part) for text, part in _by_label(arrays).items()}
+    if name == "robustness":
+        return {name: (robustness_figure(_by_label(arrays)), "Accuracy and AUROC over the training steps")}
+    if name == "flows":
+        title = "Gaussians and flows"
+        detectors = {item.metric: row.detector for item, row in zip(result.comparisons, result.rows, strict=True)}
+    else:
+        title = f"Table {name[-1]}: paper and ours"
+        detectors = {f"AUROC of {label(detector)}": detector for detector in (*_BOTH, "msp")}
+    return {name: (paired_figure(result.comparisons, detectors, title), title)}
 
-    @property
-    def what(self) -> str:
-        """What was measured."""
 
-    @property
-    def metric(self) -> str:
-        """Which number of it."""
+def _of_one_set(result: StudyResult, text: str, arrays: Arrays) -> tuple[Figure, str]:
+    if result.study == "partial":
+        return partial_figure(arrays, text), f"PMD for every d: {text}"
+    areas = {
+        row.detector: row.value
+        for row in select(result.rows, metric=AUROC)
+        if f"{row.benchmark}, {row.backbone}" == text
+    }
+    order = "falling variance of the class means" if text.startswith(SIMULATION) else "falling variance"
+    return spectrum_figure(arrays, text, areas, order=order), f"MD and RMD along the directions: {text}"
 
-    @property
-    def paper(self) -> float:
-        """The published number."""
 
-    @property
-    def ours(self) -> float:
-        """Our number."""
+def _by_label(arrays: Arrays) -> dict[str, dict[str, np.ndarray]]:
+    """Arrays named ``LABEL//NAME`` by label."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for key, value in arrays.items():
+        text, _, name = key.partition("//")
+        found.setdefault(text, {})[name] = value
+    return found
 
-    @property
-    def setting(self) -> str:
-        """What we ran, our network first."""
+
+def _stem(text: str) -> str:
+    return "_".join("".join(letter if letter.isalnum() else " " for letter in text).split())
 
 
 # -- simulation -------------------------------------------------------------------------------------------------------
 
 
-def simulation_figure(arrays: Arrays, areas: Mapping[str, float] | None = None) -> Figure:
-    """Figure 5: the two kinds of coordinate, MD and RMD, each as a histogram of ID and OOD samples.
-
-    Args:
-        arrays: ``x1``, ``rest``, ``mahalanobis`` and ``rmd``, each with ``/known`` and ``/unknown``.
-        areas: mean AUROC of the two detectors, for their headings.
-    """
+def simulation_figure(arrays: Arrays, areas: Mapping[str, float]) -> Figure:
+    """Figure 5: the two kinds of coordinate, MD and RMD, each as a histogram of ID and OOD samples."""
     panels = [
         ("x1", "The one coordinate that tells classes apart", "x₁"),
         ("rest", "The other coordinates, shared by all", "xᵢ, i > 1"),
-        ("mahalanobis", _with_area("MD", areas, "mahalanobis"), "min MDₖ"),
-        ("rmd", _with_area("RMD", areas, "rmd"), "min MDₖ - MD₀"),
+        ("mahalanobis", _with_area("mahalanobis", areas), "min MDₖ"),
+        ("rmd", _with_area("rmd", areas), "min MDₖ - MD₀"),
     ]
     with house_style():
         figure = new_figure((10.0, 6.6))
-        for axes, (name, title, label) in zip(figure.subplots(2, 2).flat, panels, strict=True):
-            _histogram(axes, arrays[f"{name}/known"], arrays[f"{name}/unknown"], label)
+        for axes, (name, title, text) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+            _histogram(axes, arrays[f"{name}/id"], arrays[f"{name}/ood"], text)
             axes.set_title(title, fontsize=SMALL + 2)
     return figure
 
 
 def network_figure(arrays: Arrays, activations: Sequence[str]) -> Figure:
-    """MD and RMD on the hidden units of one-layer networks, one line of panels for each activation.
-
-    Args:
-        arrays: ``ACTIVATION/DETECTOR/known`` and ``.../unknown``.
-        activations: which to draw.
-    """
+    """MD and RMD on the hidden units of one-layer networks, one line of panels for each activation."""
     with house_style():
         figure = new_figure((10.0, 3.4 * len(activations)))
         grid = figure.subplots(len(activations), 2, squeeze=False)
         for line, activation in zip(grid, activations, strict=True):
-            for axes, name in zip(line, ("mahalanobis", "rmd"), strict=True):
-                _histogram(
-                    axes, arrays[f"{activation}/{name}/known"], arrays[f"{activation}/{name}/unknown"], "outlier score"
-                )
-                axes.set_title(f"{NAMES[name]} on {activation} units", fontsize=SMALL + 2)
+            for axes, name in zip(line, _BOTH, strict=True):
+                key = f"{activation}/{name}"
+                _histogram(axes, arrays[f"{key}/id"], arrays[f"{key}/ood"], "outlier score")
+                axes.set_title(f"{label(name)} on {activation} units", fontsize=SMALL + 2)
     return figure
 
 
 def sweep_figure(arrays: Arrays) -> Figure:
-    """Where MD breaks: AUROC over the number of dimensions and over sigma, mean and range over seeds.
-
-    Args:
-        arrays: ``sweep_dim/...`` and ``sweep_sigma/...`` as the simulation study gives them.
-    """
-    panels = (("dim", "dimensions D"), ("sigma", "standard deviation σ"))
+    """Where MD breaks: AUROC over the number of dimensions and over sigma, mean and range over seeds."""
     with house_style():
         figure = new_figure(SLIDE)
         both = figure.subplots(1, 2, sharey=True)
-        for axes, (name, label) in zip(both, panels, strict=True):
-            x = arrays[f"sweep_{name}/values"]
-            axes.plot(x, 100 * arrays[f"sweep_{name}/limit"], color=QUIET, linestyle=DASHES[1], linewidth=1.6)
-            for detector in ("rmd", "mahalanobis"):
+        for axes, name, text in zip(both, ("dim", "sigma"), ("dimensions D", "standard deviation σ"), strict=True):
+            x, limit = arrays[f"sweep_{name}/values"], 100 * arrays[f"sweep_{name}/limit"]
+            axes.plot(x, limit, color=QUIET, linestyle=DASHES[1], linewidth=1.6)
+            for detector, end, offset, side in (("rmd", 0, (0, 7), "left"), ("mahalanobis", -1, (-8, -6), "right")):
                 values = 100 * arrays[f"sweep_{name}/{detector}"]
-                axes.fill_between(x, values.min(1), values.max(1), color=COLOURS[detector], alpha=0.2, linewidth=0)
-                axes.plot(x, values.mean(1), "o-", color=COLOURS[detector], markersize=6)
-                above = detector == "rmd"
-                at = (x[0], values.mean(1)[0]) if above else (x[-1], values.mean(1)[-1])
-                offset = (0, 7) if above else (-8, -6)
-                _name(axes, NAMES[detector], at, offset, COLOURS[detector], ha="left" if above else "right")
+                centre = values.mean(1)
+                axes.fill_between(x, values.min(1), values.max(1), color=colour(detector), alpha=0.2, linewidth=0)
+                axes.plot(x, centre, "o-", color=colour(detector), markersize=6)
+                _name(axes, label(detector), (x[end], centre[end]), offset, colour(detector), ha=side)
             axes.set_xscale("log")
             _plain_ticks(axes, x)
-            axes.set_xlabel(label)
+            axes.set_xlabel(text)
             quiet_grid(axes)
         both[0].set_ylabel("AUROC (%)")
         both[0].set_ylim(None, 104)
-        x, limit = arrays["sweep_sigma/values"], 100 * arrays["sweep_sigma/limit"]
-        # right of the fall there is room
-        place = int(np.abs(limit - (limit.max() + limit.min()) / 2).argmin())
-        _name(both[1], "MD with the\ntrue parameters", (x[place], limit[place]), (16, 4), "#6A6A6A", ha="left")
+        # x and limit are those of sigma: right of the fall there is room
+        middle = int(np.abs(limit - (limit.max() + limit.min()) / 2).argmin())
+        _name(both[1], "MD with the\ntrue parameters", (x[middle], limit[middle]), (16, 4), _READABLE, ha="left")
     return figure
 
 
-# -- spectrum ---------------------------------------------------------------------------------------------------------
+# -- spectrum and partial ---------------------------------------------------------------------------------------------
 
 
-def spectrum_figure(
-    arrays: Arrays, title: str, areas: Mapping[str, float], *, order: str = "falling variance"
-) -> Figure:
-    """Figure 1: MD and RMD along every direction (mean and [10 %, 90 %] band), and the histograms of both.
-
-    Args:
-        arrays: as :func:`rmd_plugin.paper.spectrum.analyse` gives them.
-        title: heading.
-        areas: AUROC of MD and RMD.
-        order: what the directions are ordered by.
-    """
-    threshold = int(arrays["threshold"])
+def spectrum_figure(arrays: Arrays, title: str, areas: Mapping[str, float], *, order: str) -> Figure:
+    """Figure 1: MD and RMD along every direction (mean and [10 %, 90 %] band), and the histograms of both."""
+    threshold, count = int(arrays["threshold"]), len(arrays["rmd/id/mean"])
+    x, wide = np.arange(1, count + 1), count > 100
     with house_style():
         figure = new_figure((12.0, 6.9))
         grid = figure.subplots(2, 2, width_ratios=(2.1, 1))
-        for line, name in zip(grid, ("mahalanobis", "rmd"), strict=True):
-            axes = line[0]
-            x = np.arange(1, len(arrays[f"{name}/known/mean"]) + 1)
-            for kind, label, colour in _KINDS:
-                low, high = arrays[f"{name}/{kind}/low"], arrays[f"{name}/{kind}/high"]
-                axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0, step="mid")
-                mean = arrays[f"{name}/{kind}/mean"]
-                axes.plot(x, mean, color=colour, linewidth=1.6, label=label, drawstyle="steps-mid")
+        for (axes, panel), name in zip(grid, _BOTH, strict=True):
+            for kind, text, shade in _KINDS:
+                mine = {key: arrays[f"{name}/{kind}/{key}"] for key in ("mean", "low", "high")}
+                axes.fill_between(x, mine["low"], mine["high"], color=shade, alpha=0.18, linewidth=0, step="mid")
+                axes.plot(x, mine["mean"], color=shade, linewidth=1.6, label=text, drawstyle="steps-mid")
             axes.axvline(threshold + 0.5, color=PALETTE["black"], linestyle=DASHES[1], linewidth=1.4)
-            axes.set_xlim(0.7, x[-1] + 0.5)
-            if len(x) > 100:
+            axes.set_xlim(0.7, count + 0.5)
+            if wide:
                 axes.set_xscale("log")
-                _plain_ticks(axes, [v for v in (1, 10, 100, 1000, 10_000) if v <= x[-1]])
+                _plain_ticks(axes, [value for value in (1, 10, 100, 1000, 10_000) if value <= count])
             axes.set_ylim(*_clipped(arrays, name))
-            axes.set_ylabel(f"{NAMES[name]} per direction")
-            axes.set_title(f"{NAMES[name]}: mean and [10 %, 90 %] of the samples", fontsize=SMALL + 1)
+            axes.set_ylabel(f"{label(name)} per direction")
+            axes.set_title(f"{label(name)}: mean and [10 %, 90 %] of the samples", fontsize=SMALL + 1)
             quiet_grid(axes, axis="y")
-            _histogram(line[1], arrays[f"{name}/known/scores"], arrays[f"{name}/unknown/scores"], "score")
-            line[1].set_title(_with_area(NAMES[name], areas, name), fontsize=SMALL + 1)
+            _histogram(panel, arrays[f"{name}/id/scores"], arrays[f"{name}/ood/scores"], "score")
+            panel.set_title(_with_area(name, areas), fontsize=SMALL + 1)
+        upper, lower = grid[0][0], grid[1][0]
         # in the lower panel: the upper one has the names of the colours
-        lower = grid[1][0]
-        place = lower.transAxes.inverted().transform(lower.transData.transform((threshold + 0.5, 0.0)))[0]
-        note = lower.annotate(
-            f" {threshold} leading ",
-            (threshold + 0.5, 1.0),
-            xycoords=("data", "axes fraction"),
-            ha="left" if place < 0.7 else "right",
-            va="top",
-            fontsize=SMALL,
-        )
-        note.set_path_effects([withStroke(linewidth=3, foreground="white")])
-        grid[0][0].legend(loc="upper right", frameon=False, labelcolor="linecolor", handlelength=0, fontsize=SMALL)
-        grid[1][0].set_xlabel(f"direction, by {order}" + (" (log)" if len(x) > 100 else ""))
+        along = lower.transAxes.inverted().transform(lower.transData.transform((threshold + 0.5, 0.0)))[0]
+        place: Any = {"xycoords": ("data", "axes fraction"), "va": "top", "ha": "left" if along < 0.7 else "right"}
+        note = lower.annotate(f" {threshold} leading ", (threshold + 0.5, 1.0), fontsize=SMALL, **place)
+        outline(note)
+        upper.legend(loc="upper right", frameon=False, labelcolor="linecolor", handlelength=0, fontsize=SMALL)
+        lower.set_xlabel(f"direction, by {order}" + (" (log)" if wide else ""))
         figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE)
     return figure
 
 
 def _clipped(arrays: Arrays, name: str) -> tuple[float, float]:
     """Limits that hold the means whole and the bands but for a few directions."""
-    means = np.concatenate([arrays[f"{name}/{kind}/mean"] for kind, _, _ in _KINDS])
-    highs = np.concatenate([arrays[f"{name}/{kind}/high"] for kind, _, _ in _KINDS])
-    lows = np.concatenate([arrays[f"{name}/{kind}/low"] for kind, _, _ in _KINDS])
+    means, lows, highs = (
+        np.concatenate([arrays[f"{name}/{kind}/{key}"] for kind, _, _ in _KINDS]) for key in ("mean", "low", "high")
+    )
     top = max(float(means.max()), float(np.quantile(highs, 0.98)))
     bottom = min(0.0, float(means.min()), float(np.quantile(lows, 0.02)))
     pad = 0.06 * (top - bottom)
     return bottom - (pad if bottom < 0 else 0.0), top + pad
 
 
-# -- partial ----------------------------------------------------------------------------------------------------------
-
-
 def partial_figure(arrays: Arrays, title: str) -> Figure:
-    """Appendix C: AUROC of PMD over d, largest and smallest directions, with the lines of RMD, MD and MMD.
-
-    Args:
-        arrays: ``largest`` and ``smallest``, and the AUROC ``rmd``, ``mahalanobis`` and ``marginal``.
-        title: heading.
-    """
+    """Appendix C: AUROC of PMD over d, largest and smallest directions, with the lines of RMD, MD and MMD."""
     largest, smallest = 100 * arrays["largest"], 100 * arrays["smallest"]
+    lines = {name: 100 * float(arrays[name]) for name in ("rmd", "mahalanobis", "marginal")}
+    peak = int(largest.argmax())
     with house_style():
         figure = new_figure((12.0, 5.6))
         left, right = figure.subplots(1, 2, sharey=True)
-        left.plot(np.arange(1, len(largest) + 1), largest, color=COLOURS["partial"], linewidth=2.6)
-        right.plot(np.arange(len(smallest)), smallest, color=COLOURS["partial"], linewidth=2.6)
-        peak = int(largest.argmax())
-        left.plot(peak + 1, largest[peak], "o", color=COLOURS["partial"], markersize=9)
-        beyond = peak > len(largest) // 2
-        _name(
-            left,
-            f"best d = {peak + 1}: {largest[peak]:.1f}",
-            (peak + 1, float(largest[peak])),
-            (-8 if beyond else 8, -20),
-            "#9A6A00",
-            ha="right" if beyond else "left",
-        )
-        lines = {name: 100 * float(arrays[name]) for name in ("rmd", "mahalanobis", "marginal")}
-        for axes in (left, right):
+        left.plot(np.arange(1, len(largest) + 1), largest, color=colour("partial"), linewidth=2.6)
+        right.plot(np.arange(len(smallest)), smallest, color=colour("partial"), linewidth=2.6)
+        left.plot(peak + 1, largest[peak], "o", color=colour("partial"), markersize=9)
+        offset, side = ((-8, -20), "right") if peak > len(largest) // 2 else ((8, -20), "left")
+        text = f"best d = {peak + 1}: {largest[peak]:.1f}"
+        _name(left, text, (peak + 1, float(largest[peak])), offset, "#9A6A00", ha=side)
+        for axes, which, words in (
+            (left, "on the first d directions", "used"),
+            (right, "on the others", "left out"),
+        ):
             for name, value in lines.items():
-                axes.axhline(value, color=COLOURS[name], linewidth=1.8, linestyle=DASHES[0 if name == "rmd" else 1])
+                axes.axhline(value, color=colour(name), linewidth=1.8, linestyle=DASHES[0 if name == "rmd" else 1])
+            axes.set_xlabel(f"d, directions of largest variance {words}")
+            axes.set_title(f"PMD {which}", fontsize=SMALL + 2)
             quiet_grid(axes)
-        left.set_xlabel("d, directions of largest variance used")
-        right.set_xlabel("d, directions of largest variance left out")
         left.set_ylabel("AUROC (%)")
-        left.set_title("PMD on the first d directions", fontsize=SMALL + 2)
-        right.set_title("PMD on the others", fontsize=SMALL + 2)
-        texts = {name: (value, f"{NAMES[name]} {value:.1f}", COLOURS[name]) for name, value in lines.items()}
-        _beside(right, list(texts.values()))
+        name_ends(right, [(value, f"{label(name)} {value:.1f}", colour(name)) for name, value in lines.items()])
         figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE)
     return figure
 
 
-# -- robustness -------------------------------------------------------------------------------------------------------
+# -- robustness, tables and flows -------------------------------------------------------------------------------------
 
 
-def robustness_figure(arrays: Arrays, labels: Sequence[str]) -> Figure:
-    """Figure 3: accuracies above, AUROC of every detector below, over the training steps; a column for each training.
-
-    Args:
-        arrays: ``LABEL//accuracy`` (3, C): step, training and held-out accuracy; ``LABEL//DETECTOR`` (2, C).
-        labels: the trainings.
-    """
+def robustness_figure(trainings: Mapping[str, Arrays]) -> Figure:
+    """Figure 3: accuracies above, AUROC of every detector below, over the steps; a column for each training."""
     with house_style():
-        figure = new_figure((6.4 * len(labels), 7.2))
-        grid = figure.subplots(2, len(labels), squeeze=False, sharex="col", height_ratios=(1, 1.5))
-        for column, label in enumerate(labels):
-            top, bottom = grid[0][column], grid[1][column]
-            accuracy = arrays.get(f"{label}//accuracy")
+        figure = new_figure((6.4 * len(trainings), 7.2))
+        grid = figure.subplots(2, len(trainings), squeeze=False, sharex="col", height_ratios=(1, 1.5))
+        for (top, bottom), (text, arrays) in zip(grid.T, trainings.items(), strict=True):
+            if "accuracy" in arrays:
+                steps, train, held_out = arrays["accuracy"]
+                top.plot(steps, 100 * train, color=QUIET, linestyle=DASHES[1])
+                top.plot(steps, 100 * held_out, color=PALETTE["black"])
+                name_ends(top, [(100 * train[-1], "training", _READABLE), (100 * held_out[-1], "held-out", "#000000")])
             ends = []
-            if accuracy is not None:
-                for line, name, style, colour in ((1, "training", 1, QUIET), (2, "held-out", 0, PALETTE["black"])):
-                    top.plot(accuracy[0], 100 * accuracy[line], color=colour, linestyle=DASHES[style])
-                    ends.append((100 * float(accuracy[line][-1]), name, "#6A6A6A" if line == 1 else colour))
-                _beside(top, ends)
-            ends = []
-            for name in ("mahalanobis", "rmd", "msp"):
-                curve = arrays.get(f"{label}//{name}")
-                if curve is None:
-                    continue
-                bottom.plot(curve[0], 100 * curve[1], "o-", color=COLOURS[name], markersize=4)
-                ends.append((100 * float(curve[1][-1]), f"{NAMES[name]} {100 * curve[1][-1]:.1f}", COLOURS[name]))
-            _beside(bottom, ends)
-            top.set_title(label, fontsize=SMALL + 2)
+            for name in (*_BOTH, "msp"):
+                if name in arrays:
+                    steps, values = arrays[name]
+                    bottom.plot(steps, 100 * values, "o-", color=colour(name), markersize=4)
+                    ends.append((100 * values[-1], f"{label(name)} {100 * values[-1]:.1f}", colour(name)))
+            name_ends(bottom, ends)
+            top.set_title(text, fontsize=SMALL + 2)
             bottom.set_xlabel("training step")
             bottom.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-            for axes in (top, bottom):
-                quiet_grid(axes)
+            quiet_grid(top)
+            quiet_grid(bottom)
         grid[0][0].set_ylabel("accuracy (%)")
         grid[1][0].set_ylabel("AUROC (%)")
     return figure
 
 
-# -- tables and flows -------------------------------------------------------------------------------------------------
-
-
-def paired_figure(comparisons: Sequence[Compared], names: Mapping[str, str], title: str) -> Figure:
-    """The paper's numbers and ours on one scale: hollow for the paper, filled for ours, a line for each setting.
-
-    Args:
-        comparisons: the numbers; only those whose metric is in ``names`` are drawn.
-        names: metric -> detector.
-        title: heading.
-    """
-    chosen = [item for item in comparisons if item.metric in names]
+def paired_figure(numbers: Sequence[PaperNumber], names: Mapping[str, str], title: str) -> Figure:
+    """The paper's numbers and ours on one scale: hollow for the paper, filled for ours, a line for each setting."""
+    chosen = [item for item in numbers if item.metric in names]
     lines = list(dict.fromkeys(item.what for item in chosen))
     detectors = list(dict.fromkeys(names[item.metric] for item in chosen))
     spread = np.linspace(0.24, -0.24, len(detectors)) if len(detectors) > 1 else np.zeros(1)
+    hollow: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 1.8}
     with house_style():
         figure = new_figure((11.0, 1.9 + 0.86 * len(lines)))
         axes = figure.subplots()
         for item in chosen:
-            detector = names[item.metric]
-            y = -lines.index(item.what) + spread[detectors.index(detector)]
-            colour = COLOURS[detector]
-            if not (math.isnan(item.paper) or math.isnan(item.ours)):
-                axes.plot([item.paper, item.ours], [y, y], color=colour, linewidth=1.2, alpha=0.6)
-            if not math.isnan(item.paper):
-                axes.plot(item.paper, y, "o", markersize=8, markerfacecolor="white", color=colour, markeredgewidth=1.8)
-            if not math.isnan(item.ours):
-                axes.plot(item.ours, y, "o", markersize=8, color=colour)
+            y = -lines.index(item.what) + spread[detectors.index(names[item.metric])]
+            shade = colour(names[item.metric])
+            # a number that is missing is not drawn, nor the line to it
+            axes.plot([item.paper, item.ours], [y, y], color=shade, linewidth=1.2, alpha=0.6)
+            axes.plot(item.paper, y, "o", markersize=8, color=shade, **hollow)
+            axes.plot(item.ours, y, "o", markersize=8, color=shade)
         labels = []
         for line in lines:
-            settings = [item.setting for item in chosen if item.what == line and not math.isnan(item.ours)]
+            settings = [item.setting for item in chosen if item.what == line and item.run]
             network = settings[0].split(",")[0] if settings else ""
             # a stand-in must not pass for the paper's network
             remark = "\n(not run)" if not settings else f"\nours: {network}" if network not in line else ""
@@ -342,21 +291,12 @@ def paired_figure(comparisons: Sequence[Compared], names: Mapping[str, str], tit
         for place in range(1, len(lines)):
             axes.axhline(0.5 - place, color="#E3E3E3", linewidth=1.0)
         quiet_grid(axes, axis="x")
-        handles = [axes.plot([], [], "o", color=COLOURS[name], label=NAMES[name])[0] for name in detectors]
-        hollow: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 1.8}
+        handles = [axes.plot([], [], "o", color=colour(name), label=label(name))[0] for name in detectors]
         handles += axes.plot([], [], "o", color=QUIET, label="paper", **hollow)
         handles += axes.plot([], [], "o", color=QUIET, label="ours")
-        axes.legend(
-            handles=handles,
-            loc="lower left",
-            bbox_to_anchor=(0, 1.0),
-            ncols=len(handles),
-            frameon=False,
-            borderaxespad=0.2,
-            handletextpad=0.1,
-            columnspacing=1.3,
-            fontsize=SMALL,
-        )
+        space = {"borderaxespad": 0.2, "handletextpad": 0.1, "columnspacing": 1.3}
+        place_above: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": len(handles), **space}
+        axes.legend(handles=handles, frameon=False, fontsize=SMALL, **place_above)
         figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE)
     return figure
 
@@ -364,72 +304,39 @@ def paired_figure(comparisons: Sequence[Compared], names: Mapping[str, str], tit
 # -- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def _histogram(axes: Axes, known: np.ndarray, unknown: np.ndarray, label: str) -> None:
+def _histogram(axes: Axes, id_values: np.ndarray, ood_values: np.ndarray, text: str) -> None:
     """ID filled, OOD as a line, both named; scores beyond the outer half percent go to the outermost bins."""
-    values = np.concatenate([known, unknown]).astype(np.float64)
+    values = np.concatenate([id_values, ood_values]).astype(np.float64)
     low, high = np.quantile(values, (0.005, 0.995))
     low, high = (low - 0.5, high + 0.5) if not high > low else (low, high)
     edges = np.linspace(low, high, 41)
     peaks = []
-    for (_, name, colour), part in zip(_KINDS, (known, unknown), strict=True):
+    for (kind, _, shade), part in zip(_KINDS, (id_values, ood_values), strict=True):
         heights, _ = np.histogram(np.clip(part, low, high), bins=edges)
         density = heights / max(heights.sum(), 1)
-        filled = name == "in-distribution"
-        axes.stairs(density, edges, color=colour, fill=filled, alpha=0.35 if filled else 1.0, linewidth=2.0)
-        if filled:
-            axes.stairs(density, edges, color=colour, linewidth=1.2)
+        if kind == "id":
+            axes.stairs(density, edges, color=shade, fill=True, alpha=0.35)
+        axes.stairs(density, edges, color=shade, linewidth=1.2 if kind == "id" else 2.0)
         peaks.append(float(density.max()))
     axes.set_ylim(0, 1.3 * max(peaks))
     axes.set_xlim(low, high)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel(label, fontsize=SMALL)
+    axes.set_xlabel(text, fontsize=SMALL)
     axes.locator_params(axis="x", nbins=5)
-    for (_, name, colour), x, side in zip(_KINDS, (0.48, 0.56), ("right", "left"), strict=True):
-        axes.text(x, 0.99, name, transform=axes.transAxes, ha=side, va="top", color=colour, fontsize=SMALL)
+    for (_, name, shade), x, side in zip(_KINDS, (0.48, 0.56), ("right", "left"), strict=True):
+        axes.text(x, 0.99, name, transform=axes.transAxes, ha=side, va="top", color=shade, fontsize=SMALL)
 
 
-def _with_area(text: str, areas: Mapping[str, float] | None, name: str) -> str:
-    return text if not areas or name not in areas else f"{text}: AUROC {100 * areas[name]:.1f} %"
+def _with_area(name: str, areas: Mapping[str, float]) -> str:
+    return f"{label(name)}: AUROC {100 * areas[name]:.1f} %"
 
 
-def _name(
-    axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], colour: str, **align: Any
-) -> None:
+def _name(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], shade: str, *, ha: str) -> None:
     """A name beside a point, readable on top of lines."""
-    label = axes.annotate(
-        text, at, offset, textcoords="offset points", color=colour, fontsize=SMALL, fontweight="bold", **align
-    )
-    label.set_path_effects([withStroke(linewidth=3, foreground="white")])
-
-
-def _beside(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Names to the right of a panel at the height of their lines, moved apart where they would meet."""
-    low, high = axes.get_ylim()
-    height = axes.get_window_extent().height or 1.0
-    # in constrained layout the final height is not known yet: about 60 % of the figure's share
-    gap = (high - low) * 1.5 * SMALL * (axes.figure.dpi / 72) / max(height, 120)
-    ordered = sorted(ends)
-    levels: list[float] = []
-    for value, _, _ in ordered:
-        levels.append(max(value, levels[-1] + gap) if levels else value)
-    # names that were pushed above the panel come down again, from the highest on
-    ceiling = high
-    for place in reversed(range(len(levels))):
-        levels[place] = min(levels[place], ceiling)
-        ceiling = levels[place] - gap
-    for (_, text, colour), level in zip(ordered, levels, strict=True):
-        axes.annotate(
-            text,
-            (1.0, level),
-            (6, 0),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            va="center",
-            color=colour,
-            fontsize=SMALL,
-            annotation_clip=False,
-        )
+    look: Any = {"textcoords": "offset points", "fontsize": SMALL, "fontweight": "bold", "ha": ha}
+    note = axes.annotate(text, at, offset, color=shade, **look)
+    outline(note)
 
 
 def _plain_ticks(axes: Axes, values: Sequence[float] | np.ndarray) -> None:

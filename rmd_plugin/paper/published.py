@@ -13,6 +13,9 @@ ADDRESS = "https://arxiv.org/abs/2106.09022"
 CIFAR100, CIFAR10 = "CIFAR-100 vs CIFAR-10", "CIFAR-10 vs CIFAR-100"
 GENOMICS, CLINC = "Genomics OOD", "CLINC Intent OOD"
 
+#: benchmark and backbone of a table, as the paper calls them
+Line = tuple[str, str]
+
 
 @dataclass(frozen=True)
 class TableRow:
@@ -102,20 +105,20 @@ TEXT: dict[str, float] = {
     "accuracy/clinc_bert": 96.53,
 }
 
+_NO_WEIGHTS = "the weights of {} cannot be fetched offline{}; ready under scale=paper"
+_NO_GPU = ", and fine-tuning them needs a GPU"
 
-def table_row(table: str, benchmark: str, backbone: str) -> TableRow:
-    """The line of a table for a benchmark and a backbone.
-
-    Args:
-        table: ``table1``, ``table2`` or ``table3``.
-        benchmark: as the paper calls it.
-        backbone: as the paper calls it.
-
-    Raises:
-        KeyError: if the table has no such line.
-    """
-    for row in TABLES[table]:
-        if (row.benchmark, row.backbone) == (benchmark, backbone):
-            return row
-    have = "; ".join(f"{row.benchmark}, {row.backbone}" for row in TABLES[table])
-    raise KeyError(f"{table} has no line for {benchmark}, {backbone}. It has: {have}.")
+#: lines that the small scale does not run: table -> line -> why
+NOT_RUN: dict[str, dict[Line, str]] = {
+    "table1": {},
+    "table2": {
+        (benchmark, backbone): _NO_WEIGHTS.format(weights, "")
+        for benchmark in (CIFAR100, CIFAR10)
+        for backbone, weights in (("ViT-B/16", "ViT-B/16 of ImageNet-21k"), ("CLIP", "CLIP"))
+    },
+    "table3": {
+        (benchmark, backbone): _NO_WEIGHTS.format(backbone, _NO_GPU)
+        for benchmark in (CIFAR100, CIFAR10)
+        for backbone in ("ViT-B/16", "BiT R50x1")
+    },
+}

@@ -5,22 +5,24 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from rmd_plugin.app.configs import config_path, register_resolvers
-from rmd_plugin.paper.experiments import SCALES, list_studies
-
-register_resolvers()
+from rmd_plugin.app.commands import CONF, run_command
+from rmd_plugin.paper.studies import list_studies
 
 
-@hydra.main(version_base="1.3", config_path=config_path(), config_name="reproduce")
-def main(config: DictConfig) -> None:
-    """List the studies, or run those that the config names."""
+@hydra.main(version_base="1.3", config_path=CONF, config_name="reproduce")
+def _reproduce(config: DictConfig) -> None:
     # torch is imported only to run something: --help and the list take a second
-    if config.study is None and config.document is None and config.scale in SCALES:
+    if config.study is None and config.document is None:
         list_studies(Path(str(config.output)))
         return
     from rmd_plugin.paper.reproduce_job import run
 
     run(config)
+
+
+def main() -> None:
+    """List the studies, or run those that the config names."""
+    run_command(_reproduce, "rmd-reproduce")
 
 
 if __name__ == "__main__":

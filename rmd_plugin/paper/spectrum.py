@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -9,12 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rmd_plugin.compare.bootstrap import auroc
+from rmd_plugin.compare.rows import Row
 from rmd_plugin.detectors.functional import class_quadratics
 from rmd_plugin.detectors.gaussian import QuadraticScore, fit_mahalanobis
 from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis
 from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.paper.published import TEXT
-from rmd_plugin.paper.result import Arrays, Comparison, FeatureSet, StudyResult, area_under_roc, as_array, percent
+from rmd_plugin.paper.result import Arrays, FeatureSet, StudyResult, under
 
 Basis = Literal["eigen", "discriminative"]
 
@@ -29,7 +32,7 @@ class Directions(NamedTuple):
     background: Tensor  #: variance of all training samples along each direction, shape (q,)
 
 
-def fit_directions(moments: Moments, *, basis: Basis = "eigen", shrinkage: float | str = 0.0) -> Directions:
+def fit_directions(moments: Moments, *, basis: Basis = "eigen") -> Directions:
     """Directions of unit within-class variance, and the class-independent variance along each.
 
     ``eigen`` is the paper's choice: the eigenvectors of Sigma by descending eigenvalue, with one background Gaussian
@@ -41,9 +44,8 @@ def fit_directions(moments: Moments, *, basis: Basis = "eigen", shrinkage: float
     Args:
         moments: moments of the training features.
         basis: which directions.
-        shrinkage: see :func:`rmd_plugin.detectors.gaussian.regularised_covariance`.
     """
-    parameters = fit_mahalanobis(moments, shrinkage=shrinkage)
+    parameters = fit_mahalanobis(moments)
     shares = moments.counts[moments.counts > 0] / moments.counts.sum()
     points = parameters["points"]
     if basis == "discriminative":
@@ -105,84 +107,58 @@ def change_point(gap: np.ndarray) -> int:
     return int(left[between.argmax()])
 
 
-def analyse(features: FeatureSet, *, basis: Basis = "eigen", shrinkage: float | str = 0.0) -> tuple[StudyResult, int]:
+def analyse(features: FeatureSet, *, basis: Basis = "eigen") -> tuple[list[Row], Arrays]:
     """The spectrum of one feature set.
 
     Args:
         features: features with one OOD set.
         basis: see :func:`fit_directions`.
-        shrinkage: see :func:`rmd_plugin.detectors.gaussian.regularised_covariance`.
 
     Returns:
         Rows, and arrays for each of MD and RMD: mean and quantiles along the directions for ID and OOD, shape (q,), and
-        the scores; and the threshold, the number of leading directions that stand apart.
+        the scores; and ``threshold``, the number of leading directions that stand apart.
     """
-    metric = Mahalanobis().new_moments(sync_on_compute=False)
-    metric.update(features.train, features.train_labels)
-    moments = metric.compute()
-    directions = fit_directions(moments, basis=basis, shrinkage=shrinkage)
-    result = StudyResult("spectrum")
-    terms = {kind: contributions(directions, part) for kind, part in _parts(features)}
-    for place, name in enumerate(("mahalanobis", "rmd")):
-        for kind, both in terms.items():
-            result.arrays |= _summary(both[place], f"{name}/{kind}")
-    gap = result.arrays["mahalanobis/unknown/mean"] - result.arrays["mahalanobis/known/mean"]
+    moments = features.moments()
+    directions = fit_directions(moments, basis=basis)
+    arrays: Arrays = {}
+    rows, sums = [], []
+    for kind, z in (("id", features.test), ("ood", features.ood)):
+        terms = contributions(directions, z)
+        sums.append(terms[1].sum(1).numpy())
+        for name, part in zip(("mahalanobis", "rmd"), terms, strict=True):
+            arrays |= under(f"{name}/{kind}", _summary(part))
+    for name, detector in (("mahalanobis", Mahalanobis), ("rmd", RMD)):
+        area, scores = features.rate(detector().fit_moments(moments))
+        rows.append(features.row(name, area))
+        arrays |= {f"{name}/{kind}/scores": values for kind, values in scores.items()}
+    rows.append(features.row("rmd_by_direction", auroc(*sums)))
+    gap = arrays["mahalanobis/ood/mean"] - arrays["mahalanobis/id/mean"]
     threshold = change_point(gap)
-
-    for name, detector in (("mahalanobis", Mahalanobis()), ("rmd", RMD())):
-        detector.shrinkage = shrinkage  # type: ignore[assignment]
-        detector.fit_moments(moments)
-        known, unknown = (detector.predict_features(part) for _, part in _parts(features))
-        result.rows.append(features.row(name, area_under_roc(known, unknown)))
-        result.arrays[f"{name}/known/scores"] = as_array(known)
-        result.arrays[f"{name}/unknown/scores"] = as_array(unknown)
-    sums = [terms[kind][1].sum(1) for kind in ("known", "unknown")]
-    result.rows.append(features.row("rmd_by_direction", area_under_roc(*sums)))
-    result.rows.append(features.row("", threshold, metric="leading_directions"))
+    rows.append(features.row("", threshold, metric="leading_directions"))
     # what share of the total gap between ID and OOD the leading directions hold
-    result.rows.append(features.row("", float(gap[:threshold].sum() / gap.sum()), metric="gap_share"))
-    result.arrays["threshold"] = np.array(threshold)
-    return result, threshold
+    rows.append(features.row("", float(gap[:threshold].sum() / gap.sum()), metric="gap_share"))
+    return rows, arrays | {"threshold": np.array(threshold)}
 
 
-def run(
-    feature_sets: Sequence[FeatureSet], *, settings: Sequence[str] = (), reasons: Sequence[str] = ()
-) -> StudyResult:
+def run(feature_sets: Sequence[FeatureSet]) -> StudyResult:
     """Figure 1 on several feature sets.
 
     The simulation is taken apart along its discriminative directions (its eigenvectors are arbitrary), the others along
     the eigenvectors of Sigma as in the paper.
-
-    Args:
-        feature_sets: what to analyse.
-        settings: what was run, one text for each.
-        reasons: why that differs from the paper's setting, one text for each.
     """
     result = StudyResult("spectrum")
-    for place, features in enumerate(feature_sets):
-        basis: Basis = "discriminative" if features.benchmark == "simulation" else "eigen"
-        part, threshold = analyse(features, basis=basis)
-        result.rows += part.rows
-        result.arrays |= {f"{features.label}//{name}": value for name, value in part.arrays.items()}
-        found = {row.detector: row.value for row in part.rows if row.metric == "AUROC"}
-        paper = features.benchmark == "cifar100_vs_cifar10"
-        setting = settings[place] if settings else features.label
-        reason = reasons[place] if reasons else ""
-        for name, text in (("mahalanobis", "AUROC of MD"), ("rmd", "AUROC of RMD")):
-            published = TEXT[f"spectrum/{name}"] if paper else _simulation(features, name)
-            result.comparisons.append(
-                Comparison(features.label, text, published, percent(found[name]), setting=setting, reason=reason)
-            )
-        result.comparisons.append(
-            Comparison(
-                features.label,
-                f"leading directions (of {features.train.shape[1]})",
-                TEXT["spectrum/threshold"] if paper else float("nan"),
-                float(threshold),
-                setting=setting,
-                reason=reason,
-            )
-        )
+    for features in feature_sets:
+        simulated = features.benchmark == "simulation"
+        rows, arrays = analyse(features, basis="discriminative" if simulated else "eigen")
+        result.add(features, rows, arrays)
+        # the paper's numbers of these two benchmarks
+        source = {"simulation": "simulation", "cifar100_vs_cifar10": "spectrum"}.get(features.benchmark, "")
+        for row, text in zip(rows, ("AUROC of MD", "AUROC of RMD"), strict=False):
+            paper = TEXT.get(f"{source}/{row.detector}", math.nan)
+            result.comparisons.append(features.beside(text, 100 * row.value, paper))
+        paper = TEXT.get(f"{source}/threshold", math.nan)
+        text = f"leading directions (of {features.train.shape[1]})"
+        result.comparisons.append(features.beside(text, float(arrays["threshold"]), paper))
     result.notes.append(
         "The threshold is the split of the gap (OOD mean minus ID mean of the distance) into two levels with the least "
         "squared error on a logarithmic scale; the paper does not say how its 120 was found."
@@ -190,16 +166,7 @@ def run(
     return result
 
 
-def _simulation(features: FeatureSet, name: str) -> float:
-    return TEXT[f"simulation/{name}"] if features.benchmark == "simulation" else float("nan")
-
-
-def _parts(features: FeatureSet) -> Sequence[tuple[str, Tensor]]:
-    return ("known", features.test), ("unknown", features.unknown)
-
-
-def _summary(terms: Tensor, name: str) -> Arrays:
+def _summary(terms: Tensor) -> Arrays:
     """Mean and quantiles of the terms over the samples."""
     low, high = np.quantile(terms.numpy(), _QUANTILES, axis=0)
-    mean = terms.double().mean(0).numpy()
-    return {f"{name}/mean": mean, f"{name}/low": low, f"{name}/high": high}
+    return {"mean": terms.double().mean(0).numpy(), "low": low, "high": high}

@@ -98,12 +98,6 @@ def test_every_number_of_the_text_is_the_published_one(document, name):
     assert paper.TEXT[name] == float(found[0].replace(",", ""))
 
 
-def test_a_line_of_a_table_is_found_by_its_names():
-    assert paper.table_row("table2", paper.CLINC, "BERT").auroc == {"mahalanobis": 75.48, "rmd": 91.98}
-    with pytest.raises(KeyError, match="WRN-28-10"):
-        paper.table_row("table1", paper.CLINC, "BERT")
-
-
 def test_all_numbers_are_percentages_or_positive_sizes():
     for rows in paper.TABLES.values():
         assert all(40 < value < 100 for row in rows for value in row.auroc.values())

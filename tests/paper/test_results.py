@@ -1,6 +1,7 @@
 """Tables, training curves and flows as studies; figures and the document that come of them."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ from test_feature_studies import make_features
 from rmd_plugin.compare.rows import Row
 from rmd_plugin.paper import flows, partial, robustness, simulation, spectrum, tables
 from rmd_plugin.paper.document import StudySummary, comparison_table, reproduction_document, write_document
+from rmd_plugin.paper.figures import make_figures
 from rmd_plugin.paper.published import CIFAR10, CIFAR100, GENOMICS, TABLES, TEXT
-from rmd_plugin.paper.reproduce_job import make_figures
-from rmd_plugin.paper.result import Comparison
+from rmd_plugin.paper.result import FinishedRun, PaperNumber
+from rmd_plugin.paper.studies import SimulationOptions
 from rmd_plugin.report.style import save_figure
 from rmd_plugin.report.table import to_markdown
 
@@ -24,16 +26,21 @@ def rows_of(md: float, rmd: float, msp: float = 0.7) -> list[Row]:
     return [*rows, Row("b", "", "n", "", 0, "ACC", 0.9)]
 
 
+def finished(line: tuple[str, str], rows: list[Row], setting: str = "x", reason: str = "") -> FinishedRun:
+    return FinishedRun(line, rows, replace(make_features(), setting=setting, reason=reason))
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def test_every_line_of_a_table_appears_with_a_number_or_a_reason():
-    measured = [tables.Measured(CIFAR100, "WRN-28-10", rows_of(0.75, 0.8), "a small net", "less data")]
-    result = tables.run("table1", measured, [tables.Absent(CIFAR10, "WRN-28-10", "no GPU")])
+    runs = [finished((CIFAR100, "WRN-28-10"), rows_of(0.75, 0.8), "a small net", "less data")]
+    result = tables.run("table1", runs, {(CIFAR10, "WRN-28-10"): "no GPU"})
     assert {item.what for item in result.comparisons} == {f"{r.benchmark}, {r.backbone}" for r in TABLES["table1"]}
     found = {(item.what, item.metric): item for item in result.comparisons}
     ours = found[f"{CIFAR100}, WRN-28-10", "AUROC of RMD"]
     assert (ours.paper, ours.ours) == (81.01, pytest.approx(80.0))
+    assert (ours.setting, ours.reason) == ("a small net", "less data")
     assert ours.difference == pytest.approx(-1.01)
     assert found[f"{CIFAR100}, WRN-28-10", "accuracy"].ours == pytest.approx(90)
     assert found[f"{CIFAR10}, WRN-28-10", "AUROC of MD"].reason == "no GPU"
@@ -42,11 +49,11 @@ def test_every_line_of_a_table_appears_with_a_number_or_a_reason():
 
 def test_a_line_that_the_table_does_not_have_is_refused():
     with pytest.raises(ValueError, match="table1 has no line CIFAR-100 vs CIFAR-10, CLIP"):
-        tables.run("table1", [tables.Measured(CIFAR100, "CLIP", [], "x")])
+        tables.run("table1", [finished((CIFAR100, "CLIP"), [])], {})
 
 
 def test_a_detector_without_a_number_is_not_run():
-    result = tables.run("table1", [tables.Measured(GENOMICS, "1-D CNN", rows_of(0.5, 0.6)[:3], "x")])
+    result = tables.run("table1", [finished((GENOMICS, "1-D CNN"), rows_of(0.5, 0.6)[:3])], {})
     missing = [item for item in result.comparisons if item.what.startswith(GENOMICS) and item.metric == "AUROC of MSP"]
     assert len(missing) == 1
     assert not missing[0].run
@@ -55,7 +62,7 @@ def test_a_detector_without_a_number_is_not_run():
 # -- robustness -------------------------------------------------------------------------------------------------------
 
 
-def make_curves(benchmark: str = "genomics") -> robustness.TrainingCurves:
+def make_curves(benchmark: str = "genomics") -> FinishedRun:
     areas = {"mahalanobis": [0.6, 0.66, 0.53], "rmd": [0.61, 0.68, 0.69], "msp": [0.6, 0.65, 0.66]}
     history = [
         {"stage": "fit", "epoch": 0, "step": 10 * (i + 1), "detector": d, "ood": o, "metric": m, "value": v}
@@ -64,11 +71,12 @@ def make_curves(benchmark: str = "genomics") -> robustness.TrainingCurves:
         for o, m, v in (("near", "AUROC", value), ("near", "FPR95TPR", 0.3), ("mean", "AUROC", 0.1))
     ]
     accuracies = [(10, 0.7, 0.65), (20, 0.88, 0.82), (30, 0.99, 0.85)]
-    return robustness.TrainingCurves(benchmark, "near", "cnn", history, accuracies)
+    features = replace(make_features(), benchmark=benchmark, backbone="cnn", ood_name="near")
+    return FinishedRun(("", ""), [], features, history, accuracies)
 
 
 def test_curves_are_the_auroc_of_one_set_over_the_steps():
-    steps, values = make_curves().curve("mahalanobis")
+    steps, values = robustness.auroc_curves(make_curves())["mahalanobis"]
     np.testing.assert_array_equal(steps, [10, 20, 30])
     np.testing.assert_array_equal(values, [0.6, 0.66, 0.53])
 
@@ -94,7 +102,7 @@ def test_robustness_on_another_benchmark_claims_no_number_of_the_paper():
 
 def test_untrained_flows_give_the_gaussian_ranking():
     """With no epoch the flows are the Gaussians they start from, so the AUROC are equal."""
-    result = flows.run([make_features()], options={"max_epochs": 0})
+    result = flows.run([make_features()], {"max_epochs": 0})
     found = {row.detector: row.value for row in result.rows}
     assert found["flow_likelihood"] == pytest.approx(found["mahalanobis"], abs=2e-3)
     assert found["relative_flow"] == pytest.approx(found["rmd"], abs=2e-3)
@@ -105,18 +113,18 @@ def test_untrained_flows_give_the_gaussian_ranking():
 
 def toy_results():
     features = make_features()
-    toy = {
-        "dim": 16, "n_train": 100, "n_test": 40, "seeds": 1, "sweep_dims": (4, 16), "sweep_sigmas": (0.2, 0.6),
-        "sweep_seeds": 2, "sweep_n_train": 100, "network_width": 16, "network_seeds": 1,
-    }  # fmt: skip
-    measured = [tables.Measured(CIFAR100, "WRN-28-10", rows_of(0.75, 0.8), "a small net")]
+    toy = SimulationOptions(
+        dim=16, n_train=100, n_test=40, seeds=1, sweep_dims=[4, 16], sweep_sigmas=[0.2, 0.6], sweep_seeds=2,
+        sweep_n_train=100, network_width=16, network_seeds=1,
+    )  # fmt: skip
+    runs = [finished((CIFAR100, "WRN-28-10"), rows_of(0.75, 0.8), "a small net")]
     return {
-        "simulation": simulation.run(**toy),
+        "simulation": simulation.run(toy),
         "spectrum": spectrum.run([features]),
         "partial": partial.run([features]),
-        "flows": flows.run([features], options={"max_epochs": 0}),
+        "flows": flows.run([features], {"max_epochs": 0}),
         "robustness": robustness.run([make_curves()]),
-        "table1": tables.run("table1", measured),
+        "table1": tables.run("table1", runs, {}),
     }
 
 
@@ -155,10 +163,10 @@ def test_a_number_outside_the_picture_does_not_happen(results):
 
 def make_summary(**changes) -> StudySummary:
     comparisons = [
-        Comparison("A", "AUROC of RMD", 81.0, 80.5, 0.2, "a small net", "less data"),
-        Comparison("A", "AUROC of MD", 75.0, 76.0, setting="a small net", reason="less data"),
-        Comparison("B", "AUROC of RMD", 90.0, reason="no weights"),
-        Comparison("A", "leading directions (of 12)", 120, 3, setting="a small net", reason="less data"),
+        PaperNumber("A", "AUROC of RMD", 81.0, 80.5, 0.2, "a small net", "less data"),
+        PaperNumber("A", "AUROC of MD", 75.0, 76.0, setting="a small net", reason="less data"),
+        PaperNumber("B", "AUROC of RMD", 90.0, reason="no weights"),
+        PaperNumber("A", "leading directions (of 12)", 120, 3, setting="a small net", reason="less data"),
     ]
     values = {
         "study": "table1",
@@ -198,7 +206,7 @@ def test_a_damaged_summary_is_named(tmp_path):
 
 
 def test_the_document_claims_only_what_was_run():
-    text = reproduction_document([make_summary()], {"picture": "docs/picture.png"}, paper="the paper")
+    text = reproduction_document([make_summary()], {"picture": "docs/picture.png"})
     assert "3 published numbers have one of ours beside them; 1 were not run here" in text
     assert "Ready, not run here:\n\n- B: `rmd-train benchmark=b`" in text
     assert "![A picture](docs/picture.png)" in text
@@ -210,11 +218,11 @@ def test_the_document_brings_its_pictures(tmp_path):
     folder.mkdir(parents=True)
     make_summary().write(folder)
     (folder / "picture.png").write_bytes(b"png")
-    path = write_document(tmp_path / "R.md", [folder, tmp_path / "absent"], paper="the paper", pictures_dir="pics")
-    assert "](pics/picture.png)" in path.read_text()
-    assert (tmp_path / "pics" / "picture.png").read_bytes() == b"png"
+    path = write_document(tmp_path / "R.md", [folder, tmp_path / "absent"])
+    assert "](reproduction/picture.png)" in path.read_text()
+    assert (tmp_path / "reproduction" / "picture.png").read_bytes() == b"png"
 
 
 def test_a_document_about_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no study was run yet"):
-        write_document(tmp_path / "R.md", [tmp_path], paper="the paper")
+        write_document(tmp_path / "R.md", [tmp_path])
