@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
+from rmd_plugin.app.configs import group_choices
 from rmd_plugin.extras import missing_extra
 
 log = logging.getLogger(__name__)
@@ -92,10 +93,11 @@ def explain(error: BaseException) -> str:
         return f"{name} must be given: add {name}=VALUE."
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
-        choices = list(error.options or _choices(group))
-        if not choices and "/" in group:  # experiment=folder/name with a wrong folder
+        if group.startswith("experiment/"):
             group, _, above = group.partition("/")
-            choice, choices = f"{above}/{choice}", list(_choices(group))
+            choice = f"{above}/{choice}"
+        known = {*group_choices(group), *(error.options or ())}  # Hydra's own and the user's are not among ours
+        choices = sorted(name for name in known if not name.startswith("_"))
         return f"there is no {group or 'config'}={choice}.{closest(choice, choices)} There are: {', '.join(choices)}."
     causes = [item for item in (error, error.__cause__) if isinstance(item, OmegaConfBaseException)]
     for cause in causes:
@@ -113,12 +115,6 @@ def explain(error: BaseException) -> str:
         return text
     # "Error merging override X", and only the cause says that X must be a number
     return f"{text}: {str(causes[-1]).splitlines()[0]}." if error not in causes else str(error).splitlines()[0]
-
-
-def _choices(group: str) -> Iterable[str]:
-    from rmd_plugin.app.configs import group_choices
-
-    return group_choices(group)
 
 
 def closest(word: str, choices: Iterable[str], *, prefix: str = "") -> str:
