@@ -38,9 +38,9 @@ def inline_commands():
 
 
 def environment():
-    # commands are installed beside python; the example's folder is the current one
+    # commands are installed beside python
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def run(line, cwd):
@@ -136,19 +136,6 @@ def test_the_table_of_extras_names_them_all():
     table = README[README.index("| extra |") :].split("\n\n")[0]
     first_cells = " ".join(row.split("|")[1] for row in table.splitlines()[2:])
     assert set(re.findall(r"`(\w+)`", first_cells)) == set(extras)
-
-
-#: word of a command -> folder that comes with another branch; to be deleted with the mark when both are merged
-AWAITED = {"callbacks": "conf/callbacks", "experiment=": "conf/experiment/table1"}
-
-
-def command_cases(commands):
-    cases = []
-    for command in commands:
-        awaited = any(word in command and not (ROOT / folder).is_dir() for word, folder in AWAITED.items())
-        marks = [pytest.mark.xfail(reason="not merged yet")] if awaited else []
-        cases.append(pytest.param(command, id=command, marks=marks))
-    return cases
 
 
 @pytest.mark.slow
