@@ -139,14 +139,14 @@ def test_the_table_of_extras_names_them_all():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", command_cases(inline_commands()))
+@pytest.mark.parametrize("command", inline_commands())
 def test_commands_in_the_text_compose(command, tmp_path):
     assert shlex.split(command)[0] in COMMANDS
     assert run(f"{command} --cfg job", tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", command_cases(line for line in shell_lines() if not line.startswith("rmd-report")))
+@pytest.mark.parametrize("line", [line for line in shell_lines() if not line.startswith("rmd-report")])
 def test_shell_lines_run(line, tmp_path):
     if line == "pytest":
         return  # that is this run
