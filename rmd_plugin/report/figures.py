@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,25 +110,18 @@ def histogram_figure(
     """Histograms of the scores, one panel per detector: in-distribution filled, OOD sets as lines named in place.
 
     Scores beyond the outer half percent are counted in the outermost bins: a few wild ones do not squeeze the rest.
-
-    Args:
-        scores: scores of every detector.
-        rows: rows of the same comparison, if there are any: they tell near from far.
-        detectors: which to draw; by default :func:`choose_detectors`.
-        title: heading.
+    The rows of the comparison tell near from far, and by :func:`choose_detectors` which to draw.
     """
     chosen = [name for name in (choose_detectors(rows) if detectors is None else detectors) if name in scores]
-    distances = {name: "" for sets in scores.values() for name in sets if name != ID}
-    distances = {**(found := ood_sets(rows)), **{name: "" for name in distances if name not in found}}
+    distances = ood_sets(rows)
+    distances |= {name: "" for sets in scores.values() for name in sets if name not in (ID, *distances)}
     colours = {**set_colours(distances), ID: style.ID_COLOUR}
     means = near_far_means(rows)
     with style.house_style():
         figure, grid = style.new_panels(len(chosen), (5.0, 3.8), columns=3)
         for axes, detector in zip(grid, chosen, strict=True):
-            mine = {ID: scores[detector][ID]} | {
-                n: scores[detector][n] for n in _near_first(distances) if n in scores[detector]
-            }
-            mine = {name: values for name, values in mine.items() if np.isfinite(values).any()}
+            names = [ID, *(name for name in _near_first(distances) if name in scores[detector])]
+            mine = {name: scores[detector][name] for name in names if np.isfinite(scores[detector][name]).any()}
             edges = _edges(list(mine.values()))
             curves = []
             for name, values in mine.items():
@@ -171,11 +165,7 @@ def difference_figure(summary: Summary) -> Figure | None:
 
 
 def roc_points(id_scores: np.ndarray, ood_scores: np.ndarray, points: int = 400) -> tuple[np.ndarray, np.ndarray]:
-    """The ROC curve with OOD as the positive class, thinned to about so many points as a picture can show.
-
-    Returns:
-        False and true positive rates, each of shape (P,), from (0, 0) to (1, 1).
-    """
+    """False and true positive rates (P,) of the ROC curve, OOD being positive; about as many as a picture can show."""
     scores = np.concatenate([id_scores, ood_scores])
     positive = np.concatenate([np.zeros(len(id_scores)), np.ones(len(ood_scores))])
     order = np.argsort(-scores, kind="stable")
@@ -192,12 +182,8 @@ def roc_points(id_scores: np.ndarray, ood_scores: np.ndarray, points: int = 400)
 
 def set_colours(distances: Mapping[str, str]) -> dict[str, str]:
     """A colour for every OOD set, warm for near and cold for far; they repeat after three of a kind."""
-    colours, used = {}, dict.fromkeys(style.DISTANCE_COLOURS, 0)
-    for name, distance in distances.items():
-        choices = style.DISTANCE_COLOURS[distance]
-        colours[name] = choices[used[distance] % len(choices)]
-        used[distance] += 1
-    return colours
+    colours = {distance: cycle(found) for distance, found in style.DISTANCE_COLOURS.items()}
+    return {name: next(colours[distance]) for name, distance in distances.items()}
 
 
 def _near_first(distances: Mapping[str, str]) -> list[str]:
@@ -240,12 +226,8 @@ def _rank_labels(axes: Axes, entries: Sequence[tuple[float, str, dict[str, Any]]
 def _curve_labels(axes: Axes, curves: Sequence[tuple[str, str, np.ndarray]], edges: np.ndarray) -> None:
     """Each name in free space above its own curve: never across a curve, never across another name.
 
-    Of all places along the upper half of its curve a name takes the one where least lies between the two.
-
-    Args:
-        axes: the panel.
-        curves: name, colour and heights (B,) of every curve, at least one.
-        edges: edges of the bins, shape (B + 1,).
+    Of all places along the upper half of its curve a name takes the one where least lies between the two. ``curves``
+    are name, colour and heights (B,) of each, ``edges`` those of the bins, shape (B + 1,).
     """
     skyline = np.max([heights for _, _, heights in curves], axis=0)
     top, width = float(skyline.max()) or 1.0, float(edges[-1] - edges[0])

@@ -31,36 +31,34 @@ _WEIGHTS_ENDS = ("path", "checkpoint")
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as found on disk.
-
-    Attributes:
-        path: its folder.
-        outcome: ``done``, ``failed``, ``unfinished`` or ``unreadable``; only the rows of ``done`` runs count.
-        reason: why it is not done; for a done run a remark, if there is one.
-        rows: its results.
-        about: ``benchmark``, ``backbone`` and ``seed``, as far as they are known.
-        config: its resolved config.
-        setting: in what its config differs from the other runs of its benchmark and backbone.
-        ended: when it ended, to tell the newer of two equal runs.
-    """
+    """One run, as found on disk; only the rows of ``done`` runs count."""
 
     path: Path
     outcome: Outcome
+    #: why it is not done; for a done run a remark, if there is one
     reason: str = ""
     rows: Sequence[Row] = ()
+    #: ``benchmark``, ``backbone`` and ``seed``, as far as they are known
     about: Identity = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    #: in what its config differs from the other runs of its benchmark and backbone
     setting: str = ""
+    #: to tell the newer of two equal runs
     ended: float = 0.0
 
     @property
     def name(self) -> str:
         """What the run is, for people: benchmark, backbone, setting, seed."""
         about = dict(self.about)
-        parts = [str(about.pop(key, "")) for key in ("benchmark", "backbone")]
         seed = about.pop("seed", "")
-        parts = [part for part in (*parts, self.setting, f"seed {seed}" if seed != "" else "") if part]
-        return ", ".join(parts + [f"{key}={value}" for key, value in about.items()])
+        parts = [
+            about.pop("benchmark", ""),
+            about.pop("backbone", ""),
+            self.setting,
+            f"seed {seed}" if seed != "" else "",
+        ]
+        parts += [f"{key}={value}" for key, value in about.items()]
+        return ", ".join(str(part) for part in parts if part)
 
 
 def gather_runs(folders: Iterable[str | os.PathLike[str]]) -> list[Run]:
@@ -157,20 +155,18 @@ def _job_identity(folder: Path) -> dict[str, str | int]:
 
 def _with_settings(runs: list[Run]) -> list[Run]:
     """Name what tells runs of one benchmark and backbone apart, the seed aside."""
-    together: dict[tuple[object, object], list[int]] = {}
+    together: dict[tuple[object, object], dict[int, dict[tuple[str, ...], Any]]] = {}
     for number, run in enumerate(runs):
         if run.config:
-            together.setdefault((run.about.get("benchmark"), run.about.get("backbone")), []).append(number)
+            key = run.about.get("benchmark"), run.about.get("backbone")
+            together.setdefault(key, {})[number] = dict(_flatten(run.config))
     named = list(runs)
-    for numbers in together.values():
-        flat = {number: dict(_flatten(runs[number].config)) for number in numbers}
+    for flat in together.values():
         keys = dict.fromkeys(key for values in flat.values() for key in values)
         varying = [key for key in keys if _varies(key, list(flat.values()))]
-        weights = [key for key in varying if key[-1].endswith(_WEIGHTS_ENDS)]
-        rest = [key for key in varying if key not in weights]
+        rest = [key for key in varying if not key[-1].endswith(_WEIGHTS_ENDS)]
         told = {(runs[n].about.get("seed"), *(repr(values.get(key)) for key in rest)) for n, values in flat.items()}
-        if len(told) == len(flat):
-            varying = rest
+        varying = rest if len(told) == len(flat) else varying
         short = _short_names(varying)
         for number, values in flat.items():
             text = ", ".join(f"{short[key]}={_show(values.get(key, _UNSET))}" for key in varying)

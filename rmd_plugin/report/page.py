@@ -10,13 +10,18 @@ from typing import Any, TypeVar
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.compare.rows import ACCURACY, AUROC, Row, select
-from rmd_plugin.report.directions import Directions
 from rmd_plugin.report.document import Picture, picture, render
 from rmd_plugin.report.figures import choose_detectors, histogram_figure
 from rmd_plugin.report.names import OURS, label
-from rmd_plugin.report.run_figures import MEAN, contributions_figure, epochs_figure, history_sets, partial_sums_figure
+from rmd_plugin.report.run_figures import (
+    contributions_figure,
+    epochs_figure,
+    history_sets,
+    history_title,
+    partial_sums_figure,
+)
 from rmd_plugin.report.run_folder import CONFIG, REPORT, RunFolder, RunStatus, describe_error
-from rmd_plugin.report.scores import ID, Scores
+from rmd_plugin.report.scores import ID, Directions, Scores
 from rmd_plugin.report.tables import comparison_tables, near_far_means, ood_sets, percent, ranking, seconds, set_title
 
 T = TypeVar("T")
@@ -116,15 +121,13 @@ def _key_figures(rows: Sequence[Row], status: RunStatus | None) -> list[tuple[st
 def _epochs(rows: Sequence[Row], history: Sequence[Mapping[str, Any]]) -> list[Picture]:
     seen = [row for row in history if row["metric"] == AUROC and row["ood"] and row["stage"] == "fit"]
     distances = ood_sets(rows)
-    titles = {
-        name: "mean over the OOD sets" if name == MEAN else set_title(name, distances) for name in history_sets(seen)
-    }
     # RMD and MD have a colour in every picture, then the best of the table
     detectors = list(dict.fromkeys([*OURS[:2], *ranking(rows), *(str(row["detector"]) for row in seen)]))
-    return [
-        picture(epochs_figure(seen, [name], detectors=detectors, titles=titles), f"AUROC over the epochs: {title}")
-        for name, title in titles.items()
-    ]
+    pictures = []
+    for name in history_sets(seen):
+        figure = epochs_figure(seen, [name], detectors=detectors, distances=distances)
+        pictures.append(picture(figure, f"AUROC over the epochs: {history_title(name, distances)}"))
+    return pictures
 
 
 def _histograms(rows: Sequence[Row], scores: Scores) -> list[Picture]:

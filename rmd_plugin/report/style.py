@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,9 @@ def detector_style(detector: str) -> dict[str, Any]:
     return {"color": colour, "linestyle": dash}
 
 
-@contextmanager
-def house_style() -> Iterator[None]:
+def house_style() -> AbstractContextManager[None]:
     """Settings for making and saving a figure; the caller's own come back afterwards."""
-    with rc_context(_SETTINGS):
-        yield
+    return rc_context(_SETTINGS)
 
 
 def new_figure(size: tuple[float, float] = SLIDE) -> Figure:
@@ -104,9 +102,7 @@ def outline(text: Text) -> None:
 def name_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Names to the right of the panel, at the heights of their lines' ends, moved apart where they would meet.
 
-    Args:
-        axes: the panel.
-        ends: height, name and colour of each line.
+    ``ends`` are height, name and colour of each line.
     """
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top)
@@ -132,12 +128,12 @@ def save_figure(
     figure: Figure, stem: str | os.PathLike[str], *, formats: tuple[str, ...] = ("png", "pdf")
 ) -> list[Path]:
     """Write a figure as ``stem.png`` and so on, and return the files. Equal figures give equal files."""
-    # without a date
+    logging.getLogger("fontTools").setLevel(logging.WARNING)  # the PDF writer tells about every font table
     undated: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     paths = []
     for suffix in formats:
         path = Path(f"{os.fspath(stem)}.{suffix}")
-        with house_style(), _quiet("fontTools"), replacing(path, "wb") as file:
+        with house_style(), replacing(path, "wb") as file:
             figure.savefig(file, format=suffix, dpi=160, metadata=undated.get(suffix))
         paths.append(path)
     return paths
@@ -156,23 +152,10 @@ def publish(
             save_figure(figure, folder / name, formats=("png",))
         for logger in loggers:
             key = f"{prefix}/{name}"
-            if hasattr(logger, "log_image"):
-                canvas = FigureCanvasAgg(figure)
-                with house_style():
+            with house_style():
+                if hasattr(logger, "log_image"):
+                    canvas = FigureCanvasAgg(figure)
                     canvas.draw()
-                logger.log_image(key, [np.asarray(canvas.buffer_rgba())], step=step)
-            else:
-                with house_style():
+                    logger.log_image(key, [np.asarray(canvas.buffer_rgba())], step=step)
+                else:
                     logger.experiment.add_figure(key, figure, global_step=step, close=False)
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Keep a library's remarks out of the log: the PDF writer tells about every font table."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

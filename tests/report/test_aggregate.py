@@ -20,8 +20,7 @@ from rmd_plugin.report.document import render
 from rmd_plugin.report.figures import difference_figure
 from rmd_plugin.report.gather import Run, gather_runs, read_run
 from rmd_plugin.report.run_folder import RunFolder
-from rmd_plugin.report.summary import terminal_tables, write_summary
-from rmd_plugin.report.summary_tables import overall_tables, runs_table, summary_tables
+from rmd_plugin.report.summary import overall_tables, runs_table, summary_tables, terminal_tables, write_summary
 from rmd_plugin.report.table import to_html
 
 RNG = np.random.default_rng(0)
@@ -173,7 +172,7 @@ def test_what_is_not_done_is_named_and_the_rest_stands(sweep, tmp_path):
     assert runs["11"].name == "digits, seed 11, x.y=3"
     summary = summarise(list(runs.values()))
     assert [len(seeds) for seeds in summary.groups.values()] == [3, 3]
-    shown = summary_tables(summary)[-1]
+    shown = summary_tables(summary, folder)[-1]
     assert [row[2].text for row in shown.rows] == list(expected.values())
     notes = " ".join(overall_tables(summary)[0].notes)
     assert "Not counted: 1 failed, 3 unfinished, 3 unreadable of 13 runs." in notes
@@ -181,7 +180,7 @@ def test_what_is_not_done_is_named_and_the_rest_stands(sweep, tmp_path):
 
 def test_long_names_of_runs_break_so_that_the_reason_stays_in_sight(tmp_path):
     run = Run(tmp_path / ("seed=0," * 40), "failed", "because")
-    (row,) = [line for line in to_html(runs_table([run])).splitlines() if "because" in line]
+    (row,) = [line for line in to_html(runs_table([run], "Runs", tmp_path)).splitlines() if "because" in line]
     assert row.startswith('<tr><td class="left wrap">')
     assert row.endswith('<td class="left">failed</td><td class="left">because</td></tr>')
     assert "td.wrap" in render("style.css")
