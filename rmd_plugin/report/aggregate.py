@@ -52,7 +52,6 @@ class Difference(NamedTuple):
     value: float
     low: float = math.nan
     high: float = math.nan
-    pairs: int = 0
     #: what the interval is taken over: ``seeds``, ``benchmarks``, or nothing
     over: str = ""
 
@@ -80,13 +79,17 @@ class Summary:
         """Every group with its seeds."""
         return {Group(*key): part["seed"].unique().tolist() for key, part in self.rows.groupby(GROUP, sort=False)}
 
-    def sets(self, group: Group) -> dict[str, str]:
-        """OOD sets of a group in order of appearance -> ``near``, ``far`` or empty."""
-        return self._sets.get(group, {})
+    @cached_property
+    def sets(self) -> dict[Group, dict[str, str]]:
+        """OOD sets of every group in order of appearance -> ``near``, ``far`` or empty."""
+        rows = self.rows[(self.rows["metric"] == self.metric) & (self.rows["ood"] != "")]
+        parts = rows.drop_duplicates([*GROUP, "ood"]).groupby(GROUP, sort=False)
+        found = {Group(*key): dict(zip(part["ood"], part["distance"], strict=True)) for key, part in parts}
+        return {group: found.get(group, {}) for group in self.groups}
 
     def which(self, group: Group) -> str:
         """The mean that a detector is judged by in a group: ``near`` where there are near-OOD sets, else ``all``."""
-        return NEAR if NEAR in self.sets(group).values() else ALL
+        return NEAR if NEAR in self.sets[group].values() else ALL
 
     def detectors(self, group: Group) -> list[str]:
         """Detectors that have a number in a group, in order of appearance."""
@@ -133,12 +136,6 @@ class Summary:
             return self.mean_rank(name)[0], average if self.lower else -average
 
         return sorted(dict.fromkeys(name for found in self.ranks.values() for name in found), key=key)
-
-    @cached_property
-    def _sets(self) -> dict[Group, dict[str, str]]:
-        rows = self.rows[(self.rows["metric"] == self.metric) & (self.rows["ood"] != "")]
-        parts = rows.drop_duplicates([*GROUP, "ood"]).groupby(GROUP, sort=False)
-        return {Group(*key): dict(zip(part["ood"], part["distance"], strict=True)) for key, part in parts}
 
     @cached_property
     def _numbers(self) -> dict[tuple[Group, str, str], dict[int, float]]:
@@ -220,7 +217,6 @@ def paired_difference(groups: Sequence[Sequence[float]]) -> Difference:
     estimates = [estimate(group) for group in groups if group]
     if not estimates:
         return Difference(math.nan)
-    pairs = sum(item.count for item in estimates)
     between = estimate([item.mean for item in estimates])
     if all(item.count > 1 for item in estimates):
         parts = [item.deviation**2 / item.count / len(estimates) ** 2 for item in estimates]
@@ -232,8 +228,8 @@ def paired_difference(groups: Sequence[Sequence[float]]) -> Difference:
     elif len(estimates) > 2:
         error, freedom, over = between.deviation / math.sqrt(len(estimates)), len(estimates) - 1.0, "benchmarks"
     else:
-        return Difference(between.mean, pairs=pairs)
+        return Difference(between.mean)
     from scipy.special import stdtrit  # not scipy.stats, whose import takes a second
 
     half = float(stdtrit(freedom, 0.975)) * error
-    return Difference(between.mean, between.mean - half, between.mean + half, pairs, over)
+    return Difference(between.mean, between.mean - half, between.mean + half, over)

@@ -50,13 +50,8 @@ class Run:
     def name(self) -> str:
         """What the run is, for people: benchmark, backbone, setting, seed."""
         about = dict(self.about)
-        seed = about.pop("seed", "")
-        parts = [
-            about.pop("benchmark", ""),
-            about.pop("backbone", ""),
-            self.setting,
-            f"seed {seed}" if seed != "" else "",
-        ]
+        benchmark, backbone, seed = (about.pop(key, "") for key in _IDENTITY)
+        parts = [benchmark, backbone, self.setting, f"seed {seed}" if seed != "" else ""]
         parts += [f"{key}={value}" for key, value in about.items()]
         return ", ".join(str(part) for part in parts if part)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
+import yaml  # type: ignore[import-untyped]
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.compare.rows import SECONDS, Row, read_rows, write_rows
@@ -168,7 +169,7 @@ class RunFolder:
 
     def read_status(self) -> RunStatus:
         """How the run stands. FileNotFoundError if it has not written it, RunFolderError if the file is damaged."""
-        found = self._read_json(STATUS)
+        found = self._read_mapping(STATUS)
         state = found.get("state")
         if state not in get_args(State):
             raise RunFolderError(
@@ -193,31 +194,18 @@ class RunFolder:
 
     def read_config(self) -> dict[str, Any]:
         """The config as plain data; empty if there is none. Nothing in it is resolved or executed."""
-        import yaml  # type: ignore[import-untyped]
-
-        try:
-            found = yaml.safe_load(self.read_text(CONFIG))
-        except yaml.YAMLError as error:
-            raise RunFolderError(f"{self.file(CONFIG)} is not YAML: {_one_line(error)}") from error
-        if found is not None and not isinstance(found, dict):
-            raise RunFolderError(f"{self.file(CONFIG)} must hold a mapping, got {type(found).__name__}.")
-        return found or {}
-
-    def read_text(self, name: str) -> str:
-        """Text of a file, empty if it is not there."""
-        try:
-            return self.file(name).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return ""
-        except UnicodeDecodeError as error:
-            raise RunFolderError(f"{self.file(name)} is not a text file (byte {error.start}).") from error
+        return self._read_mapping(CONFIG) if self.file(CONFIG).exists() else {}
 
     def read_versions(self) -> dict[str, Any]:
         """The command and the versions of everything that took part; empty if there are none."""
+        return self._read_mapping(VERSIONS) if self.file(VERSIONS).exists() else {}
+
+    def read_text(self, name: str) -> str:
+        """Text of a file. FileNotFoundError if it is not there, RunFolderError if it is no text."""
         try:
-            return self._read_json(VERSIONS)
-        except FileNotFoundError:
-            return {}
+            return self.file(name).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise RunFolderError(f"{self.file(name)} is not a text file (byte {error.start}).") from error
 
     def write_rows(self, rows: Iterable[Row]) -> None:
         """Write the results, and apart from them the rows that are times."""
@@ -239,9 +227,8 @@ class RunFolder:
             writer = csv.DictWriter(file, list(_HISTORY_COLUMNS), extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
             # csv writes a float as the shortest text that reads back to the same bits
-            writer.writerows(
-                {**row, "value": "" if math.isnan(row["value"]) else float(row["value"])} for row in history
-            )
+            for row in history:
+                writer.writerow({**row, "value": "" if math.isnan(row["value"]) else float(row["value"])})
 
     def read_history(self) -> list[dict[str, Any]]:
         """What :meth:`write_history` wrote; empty if there is none."""
@@ -285,15 +272,16 @@ class RunFolder:
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         self._write_text(name, json.dumps(content, indent=2) + "\n")
 
-    def _read_json(self, name: str) -> dict[str, Any]:
-        path = self.file(name)
+    def _read_mapping(self, name: str) -> dict[str, Any]:
+        text = self.read_text(name)
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise RunFolderError(f"{path} is not JSON: {_one_line(error)}") from error
-        if not isinstance(found, dict):
-            raise RunFolderError(f"{path} must hold an object, got {type(found).__name__}.")
-        return found
+            found = yaml.safe_load(text) if name == CONFIG else json.loads(text)
+        except (ValueError, yaml.YAMLError) as error:
+            language = "YAML" if name == CONFIG else "JSON"
+            raise RunFolderError(f"{self.file(name)} is not {language}: {' '.join(str(error).split())}") from error
+        if found is not None and not isinstance(found, dict):
+            raise RunFolderError(f"{self.file(name)} must hold a mapping, got {type(found).__name__}.")
+        return found or {}
 
 
 def describe_error(error: BaseException) -> str:
@@ -308,7 +296,3 @@ def describe_error(error: BaseException) -> str:
 
 def _now() -> str:
     return datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds")
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())

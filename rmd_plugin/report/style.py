@@ -21,10 +21,10 @@ from matplotlib.patheffects import withStroke
 from matplotlib.text import Text
 
 from rmd_plugin.atomic import replacing
-from rmd_plugin.report.names import CYCLE, DASHES, LABELS, PALETTE, colour, label, line_style
+from rmd_plugin.report.names import CYCLE, DASHES, PALETTE, colour, detector_style, label
 
 __all__ = [
-    "BODY", "CYCLE", "DASHES", "DISTANCE_COLOURS", "ID_COLOUR", "LABELS", "PALETTE", "QUIET", "SLIDE", "SMALL", "TITLE",
+    "BODY", "CYCLE", "DASHES", "DISTANCE_COLOURS", "ID_COLOUR", "PALETTE", "QUIET", "SLIDE", "SMALL", "TITLE",
     "colour", "detector_style", "house_style", "label", "name_ends", "new_figure", "new_panels", "outline", "publish",
     "quiet_grid", "save_figure",
 ]  # fmt: skip
@@ -57,12 +57,6 @@ _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "rmd-plugin",
 }
-
-
-def detector_style(detector: str) -> dict[str, Any]:
-    """How the line of a detector is drawn in every figure: ``color`` and ``linestyle`` for ``axes.plot``."""
-    colour, dash = line_style(detector)
-    return {"color": colour, "linestyle": dash}
 
 
 def house_style() -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -67,7 +67,7 @@ def _numbers_frame(summary: Summary) -> pd.DataFrame:
     """One line per group, OOD set (or mean over sets) and detector; rank and difference where they are judged."""
     records: list[dict[str, object]] = []
     for group in summary.groups:
-        kinds: list[tuple[str, str | None, str | None]] = [(ood, None, ood) for ood in summary.sets(group)]
+        kinds: list[tuple[str, str | None, str | None]] = [(ood, None, ood) for ood in summary.sets[group]]
         kinds += [(f"mean ({which})", which, None) for which in (NEAR, FAR, ALL)]
         for name, which, ood in kinds:
             for detector in summary.detectors(group):
@@ -154,22 +154,19 @@ def _detector_table(summary: Summary, detectors: Sequence[str], groups: Sequence
     title = _title(summary) if groups else f"{summary.metric} over all {count} columns above"
     if not overall:
         return table.finish(title)
-    notes = [f"No difference: no run has the reference detector {label(summary.reference)}."]
+    differences: list[Difference] = []
     if summary.reference in detectors:
-        notes = _difference_notes(summary, _add_differences(table, summary, detectors, "paired"))
-    missing = count_outcomes(run for run in summary.runs if run.outcome != "done")
-    notes += [*_seed_notes(summary), *_failed_detectors(summary)]
-    notes += [f"Not counted: {missing} of {len(summary.runs)} runs."] if missing else []
-    return table.finish(title, [*notes, *summary.notes])
+        differences = _add_differences(table, summary, detectors, "paired")
+    return table.finish(title, list(_notes(summary, differences)))
 
 
 def group_tables(summary: Summary) -> list[Table]:
     """Detectors x OOD sets of every group that has several sets."""
-    return [_group_table(summary, group) for group in summary.groups if len(summary.sets(group)) > 1]
+    return [_group_table(summary, group) for group in summary.groups if len(summary.sets[group]) > 1]
 
 
 def _group_table(summary: Summary, group: Group) -> Table:
-    sets = summary.sets(group)
+    sets = summary.sets[group]
     places = summary.ranks[group]
     detectors = sorted(places, key=lambda name: places[name])
     table = DetectorTable(detectors)
@@ -255,44 +252,41 @@ def _seeds(seeds: Sequence[int]) -> str:
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
-def _difference_notes(summary: Summary, found: Iterable[Difference]) -> list[str]:
+def _notes(summary: Summary, differences: Iterable[Difference]) -> Iterator[str]:
+    """What stands below the overall table: how differences are taken, the seeds, and all that is missing."""
     reference = label(summary.reference)
-    over = {item.over for item in found}
-    notes = []
+    over = {item.over for item in differences}
     if "seeds" in over:
-        notes.append(
+        yield (
             f"To {reference}: mean difference to {reference} in the same run, every benchmark weighing the same, with "
             "the 95 % t interval over seeds (Welch and Satterthwaite's degrees of freedom); the benchmarks are taken "
             "as they are, not as a sample."
         )
     if "benchmarks" in over:
-        notes.append(
+        yield (
             f"To {reference}: mean difference to {reference} in the same run, with the 95 % t interval over the "
             "benchmarks, because there are benchmarks with one seed only."
         )
     if "" in over:
-        notes.append("A difference without interval has too few runs for one: it takes two seeds or three benchmarks.")
-    return notes
-
-
-def _seed_notes(summary: Summary) -> list[str]:
+        yield "A difference without interval has too few runs for one: it takes two seeds or three benchmarks."
+    if summary.reference not in summary.ordered():
+        yield f"No difference: no run has the reference detector {reference}."
     seeds: dict[tuple[int, ...], list[str]] = {}
-    for group, runs in summary.groups.items():
-        seeds.setdefault(tuple(runs), []).append(str(group))
-    if len(seeds) == 1:
-        return [f"Every benchmark with {_seeds(next(iter(seeds)))}."]
-    return [f"{_seeds(numbers).capitalize()}: {'; '.join(groups)}." for numbers, groups in seeds.items()]
-
-
-def _failed_detectors(summary: Summary) -> list[str]:
+    for group, numbers in summary.groups.items():
+        seeds.setdefault(tuple(numbers), []).append(str(group))
+    for runs, groups in seeds.items():
+        where = "; ".join(groups)
+        yield f"Every benchmark with {_seeds(runs)}." if len(seeds) == 1 else f"{_seeds(runs).capitalize()}: {where}."
     rows = summary.rows
     bad = rows[(rows["detector"] != "") & (rows["status"] != "ok") & (rows["reason"] != "")]
     # those that failed before those that were skipped
     bad = bad.sort_values(["group", "status"], kind="stable")
-    notes = []
     for (*key, status, reason), part in bad.groupby([*GROUP, "status", "reason"], sort=False):
-        group, names = Group(*key), ", ".join(map(label, part["detector"].unique()))
+        names = ", ".join(map(label, part["detector"].unique()))
         verb = "failed" if status == "failed" else "not served"
-        total = len(summary.groups[group])
-        notes.append(f"{group}: {names} {verb} in {part['seed'].nunique()} of {total} runs ({reason}).")
-    return notes
+        count, total = part["seed"].nunique(), len(summary.groups[Group(*key)])
+        yield f"{Group(*key)}: {names} {verb} in {count} of {total} runs ({reason})."
+    missing = count_outcomes(run for run in summary.runs if run.outcome != "done")
+    if missing:
+        yield f"Not counted: {missing} of {len(summary.runs)} runs."
+    yield from summary.notes

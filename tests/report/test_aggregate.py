@@ -76,7 +76,7 @@ def test_one_benchmark_gives_the_paired_t_interval():
     found = paired_difference([list(a - b)])
     expected = scipy.stats.ttest_rel(a, b).confidence_interval(0.95)
     assert (found.value, found.low, found.high) == pytest.approx(((a - b).mean(), expected.low, expected.high))
-    assert (found.pairs, found.over) == (6, "seeds")
+    assert found.over == "seeds"
 
 
 def test_two_benchmarks_give_half_of_welchs_interval():
