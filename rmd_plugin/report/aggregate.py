@@ -17,8 +17,8 @@ from rmd_plugin.report.names import label
 
 #: metrics of which less is better
 LOWER_IS_BETTER = (FPR95, *SECONDS)
-#: what the value of a detector in a run is: the mean over near sets, far sets, all sets
-NEAR, FAR, ALL = "near", "far", "all"
+#: what stands for an OOD set where the mean over the near, the far, or all of them is meant
+NEAR, FAR, ALL = "mean (near)", "mean (far)", "mean (all)"
 
 
 class Group(NamedTuple):
@@ -88,26 +88,23 @@ class Summary:
         return {group: found.get(group, {}) for group in self.groups}
 
     def which(self, group: Group) -> str:
-        """The mean that a detector is judged by in a group: ``near`` where there are near-OOD sets, else ``all``."""
-        return NEAR if NEAR in self.sets[group].values() else ALL
+        """The mean that a detector is judged by in a group: over the near-OOD sets where there are any, else all."""
+        return NEAR if "near" in self.sets[group].values() else ALL
 
     def detectors(self, group: Group) -> list[str]:
         """Detectors that have a number in a group, in order of appearance."""
         return list(dict.fromkeys(name for key, name, _ in self._numbers if key == group))
 
-    def values(
-        self, group: Group, detector: str, which: str | None = None, *, ood: str | None = None
-    ) -> dict[int, float]:
+    def values(self, group: Group, detector: str, ood: str | None = None) -> dict[int, float]:
         """Numbers of a detector in a group: seed -> number, without those that are missing.
 
-        They are means over the OOD sets that ``which`` names (``near``, ``far``, ``all``; by default as :meth:`which`
-        says), or those of the one OOD set ``ood``.
+        They are those of one OOD set or of :data:`NEAR`, :data:`FAR` or :data:`ALL`, by default as :meth:`which` says.
         """
-        return self._numbers.get((group, detector, f"set {ood}" if ood is not None else which or self.which(group)), {})
+        return self._numbers.get((group, detector, ood or self.which(group)), {})
 
-    def estimate(self, group: Group, detector: str, which: str | None = None, *, ood: str | None = None) -> Estimate:
+    def estimate(self, group: Group, detector: str, ood: str | None = None) -> Estimate:
         """Mean and spread over the seeds. See :meth:`values`."""
-        return estimate(list(self.values(group, detector, which, ood=ood).values()))
+        return estimate(list(self.values(group, detector, ood).values()))
 
     @cached_property
     def ranks(self) -> dict[Group, dict[str, float]]:
@@ -139,18 +136,17 @@ class Summary:
 
     @cached_property
     def _numbers(self) -> dict[tuple[Group, str, str], dict[int, float]]:
-        """Group, detector and near, far, all or OOD set -> seed -> number."""
+        """Group, detector and OOD set or mean -> seed -> number."""
         rows = self.rows[(self.rows["metric"] == self.metric) & (self.rows["detector"] != "")]
-        on_sets = rows[rows["ood"] != ""]
-        # times belong to no OOD set, and a set may be called "near"
-        kinds = [rows.assign(which=ALL), on_sets.assign(which="set " + on_sets["ood"])]
-        kinds += [on_sets[on_sets["distance"] == which].assign(which=which) for which in (NEAR, FAR)]
-        parts = pd.concat(kinds).groupby([*GROUP, "detector", "which", "seed"], sort=False)["value"]
+        # times belong to no OOD set, and to the mean over all
+        kinds = [rows.assign(ood=ALL), rows[rows["ood"] != ""]]
+        kinds += [rows[rows["distance"] == distance].assign(ood=f"mean ({distance})") for distance in ("near", "far")]
+        parts = pd.concat(kinds).groupby([*GROUP, "detector", "ood", "seed"], sort=False)["value"]
         found: dict[tuple[Group, str, str], dict[int, float]] = {}
-        for (*group, detector, which, seed), values in parts:
+        for (*group, detector, ood, seed), values in parts:
             number = mean(values.tolist())
             if not math.isnan(number):
-                found.setdefault((Group(*group), detector, which), {})[int(seed)] = number
+                found.setdefault((Group(*group), detector, ood), {})[int(seed)] = number
         return found
 
 

@@ -27,6 +27,7 @@ _NOT_SETTINGS = {
 _NOT_SETTINGS_ENDS = ("seed", "dir")
 #: weights often differ from seed to seed: they are a setting only where runs would be the same without them
 _WEIGHTS_ENDS = ("path", "checkpoint")
+_UNSET = "unset"
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _outcome(status: RunStatus | None, rows: Sequence[Row]) -> tuple[Outcome, st
 
 
 def _job_identity(folder: Path) -> dict[str, str | int]:
-    """What Hydra was told for a job: its overrides, of which a job that failed early has nothing else."""
+    """Hydra's overrides of a job: one that failed early left nothing else."""
     try:
         text = (folder / _HYDRA / "overrides.yaml").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -150,7 +151,7 @@ def _job_identity(folder: Path) -> dict[str, str | int]:
 
 def _with_settings(runs: list[Run]) -> list[Run]:
     """Name what tells runs of one benchmark and backbone apart, the seed aside."""
-    together: dict[tuple[object, object], dict[int, dict[tuple[str, ...], Any]]] = {}
+    together: dict[tuple[object, object], dict[int, dict[tuple[str, ...], str]]] = {}
     for number, run in enumerate(runs):
         if run.config:
             key = run.about.get("benchmark"), run.about.get("backbone")
@@ -160,33 +161,30 @@ def _with_settings(runs: list[Run]) -> list[Run]:
         keys = dict.fromkeys(key for values in flat.values() for key in values)
         varying = [key for key in keys if _varies(key, list(flat.values()))]
         rest = [key for key in varying if not key[-1].endswith(_WEIGHTS_ENDS)]
-        told = {(runs[n].about.get("seed"), *(repr(values.get(key)) for key in rest)) for n, values in flat.items()}
+        told = {(runs[n].about.get("seed"), *map(values.get, rest)) for n, values in flat.items()}
         varying = rest if len(told) == len(flat) else varying
         short = _short_names(varying)
         for number, values in flat.items():
-            text = ", ".join(f"{short[key]}={_show(values.get(key, _UNSET))}" for key in varying)
+            text = ", ".join(f"{short[key]}={values.get(key, _UNSET)}" for key in varying)
             named[number] = replace(runs[number], setting=text)
     return named
 
 
-_UNSET = object()
-
-
-def _varies(key: tuple[str, ...], runs: Sequence[Mapping[tuple[str, ...], Any]]) -> bool:
+def _varies(key: tuple[str, ...], runs: Sequence[Mapping[tuple[str, ...], str]]) -> bool:
     if key[0] in ("detector", "detectors"):
         # which detectors were run is no setting, and the options of one tell only those runs apart that have it
         runs = [values for values in runs if len(key) > 1 and any(other[:2] == key[:2] for other in values)]
-    return len({repr(values.get(key, _UNSET)) for values in runs}) > 1
+    return len({values.get(key, _UNSET) for values in runs}) > 1
 
 
-def _flatten(config: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _flatten(config: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The settings of a config: the names that lead to each, and its value as text."""
     if isinstance(config, Mapping):
-        for key, value in config.items():
-            name = str(key)
-            if name not in _NOT_SETTINGS and not name.endswith(_NOT_SETTINGS_ENDS):
-                yield from _flatten(value, (*prefix, name))
+        for name, value in config.items():
+            if name not in _NOT_SETTINGS and not str(name).endswith(_NOT_SETTINGS_ENDS):
+                yield from _flatten(value, (*prefix, str(name)))
     else:
-        yield prefix, config
+        yield prefix, f"{config:.12g}" if isinstance(config, float) else str(config)
 
 
 def _short_names(keys: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
@@ -198,12 +196,6 @@ def _short_names(keys: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
             length += 1
         short[key] = ".".join(key[-length:])
     return short
-
-
-def _show(value: object) -> str:
-    if value is _UNSET:
-        return "unset"
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _natural(path: Path) -> list[tuple[int, int, str]]:

@@ -26,18 +26,9 @@ PACKAGES = (
 def current_command(program: str | None = None) -> str:
     """The command that repeats this run, as one would type it.
 
-    Inside a Hydra job of a sweep these are the job's own overrides, not those of the whole sweep. A launcher's worker
-    process does not know the name of the program, so a command that can be swept gives it.
+    A launcher's worker process does not know the name of the program, so a command that can be swept gives it.
     """
-    return shlex.join([*([program] if program else _program()), *job_arguments()])
-
-
-def _program() -> list[str]:
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    if spec is not None and spec.name:
-        return ["python", "-m", spec.name.removesuffix(".__main__")]
-    name = os.path.basename(sys.argv[0])
-    return ["python", sys.argv[0]] if name.endswith(".py") else [name or "python"]
+    return shlex.join([program or os.path.basename(sys.argv[0]), *job_arguments()])
 
 
 def job_arguments() -> list[str]:

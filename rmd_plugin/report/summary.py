@@ -6,6 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -19,8 +20,6 @@ from rmd_plugin.report.gather import Outcome, Run
 from rmd_plugin.report.names import label
 from rmd_plugin.report.table import Cell, Column, DetectorTable, Table, number_cells, to_latex, to_markdown
 
-#: files of a summary; none of them is a file of a run
-CSV, MARKDOWN, LATEX, HTML, RUNS = "summary.csv", "summary.md", "summary.tex", "summary.html", "runs.csv"
 #: more groups than this do not stand side by side in one table
 _WIDEST = 6
 
@@ -30,18 +29,18 @@ def write_summary(summary: Summary, folder: str | os.PathLike[str]) -> list[Path
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     tables = summary_tables(summary, target)
-    texts = {
-        HTML: render_summary(summary, target),
-        MARKDOWN: "\n".join(map(to_markdown, tables)),
-        LATEX: "\n".join(map(to_latex, tables)),
+    # none of these names is that of a file of a run
+    files = {
+        "summary.html": render_summary(summary, target),
+        "summary.md": "\n".join(map(to_markdown, tables)),
+        "summary.tex": "\n".join(map(to_latex, tables)),
+        "summary.csv": _numbers_frame(summary).to_csv(index=False, lineterminator="\n"),
+        "runs.csv": _runs_frame(summary).to_csv(index=False, lineterminator="\n"),
     }
-    for name, text in texts.items():
-        with replacing(target / name) as file:
-            file.write(text)
-    for name, frame in ((CSV, _numbers_frame(summary)), (RUNS, _runs_frame(summary))):
+    for name, text in files.items():
         with replacing(target / name, newline="") as file:
-            frame.to_csv(file, index=False, lineterminator="\n")
-    return [target / name for name in (HTML, MARKDOWN, LATEX, CSV, RUNS)]
+            file.write(text)
+    return [target / name for name in files]
 
 
 def render_summary(summary: Summary, base: Path) -> str:
@@ -67,16 +66,13 @@ def _numbers_frame(summary: Summary) -> pd.DataFrame:
     """One line per group, OOD set (or mean over sets) and detector; rank and difference where they are judged."""
     records: list[dict[str, object]] = []
     for group in summary.groups:
-        kinds: list[tuple[str, str | None, str | None]] = [(ood, None, ood) for ood in summary.sets[group]]
-        kinds += [(f"mean ({which})", which, None) for which in (NEAR, FAR, ALL)]
-        for name, which, ood in kinds:
-            for detector in summary.detectors(group):
-                found = summary.estimate(group, detector, which, ood=ood)
-                record = {**group._asdict(), "ood": name, "detector": detector, **vars(found)}
-                if ood is None and which == summary.which(group) and found.count:
+        for ood, detector in product((*summary.sets[group], NEAR, FAR, ALL), summary.detectors(group)):
+            if summary.values(group, detector, ood):
+                found = summary.estimate(group, detector, ood)
+                records.append({**group._asdict(), "ood": ood, "detector": detector, **vars(found)})
+                if ood == summary.which(group):
                     paired = summary.difference(detector, [group])
-                    record |= {"rank": summary.ranks[group][detector], **paired._asdict()}
-                records += [record] if found.count else []
+                    records[-1] |= {"rank": summary.ranks[group][detector], **paired._asdict()}
     for detector in summary.ordered():
         rank, count = summary.mean_rank(detector)
         paired = summary.difference(detector)
@@ -171,12 +167,12 @@ def _group_table(summary: Summary, group: Group) -> Table:
     detectors = sorted(places, key=lambda name: places[name])
     table = DetectorTable(detectors)
     for ood, distance in sets.items():
-        found = [summary.estimate(group, name, ood=ood) for name in detectors]
+        found = [summary.estimate(group, name, ood) for name in detectors]
         table.add(Column(ood, detail=f"({distance})" if distance else ""), _estimates(summary, found))
-    for which in (NEAR, FAR):
-        if list(sets.values()).count(which) > 1:
-            found = [summary.estimate(group, name, which) for name in detectors]
-            table.add(Column(f"{which} mean"), _estimates(summary, found))
+    for distance in ("near", "far"):
+        if list(sets.values()).count(distance) > 1:
+            found = [summary.estimate(group, name, f"mean ({distance})") for name in detectors]
+            table.add(Column(f"{distance} mean"), _estimates(summary, found))
     if summary.reference in detectors and len(detectors) > 1:
         judged = "near" if summary.which(group) == NEAR else "all sets"
         _add_differences(table, summary, detectors, judged, [group])

@@ -142,11 +142,7 @@ def to_latex(table: Table, *, label: str = "") -> str:
 
 
 def to_html(table: Table) -> str:
-    """The table as an HTML fragment without style: ``<figure class="table">`` with caption, table and notes.
-
-    Classes for a style sheet: ``best`` (bold cells), ``detail`` (small print), ``left`` (names), ``wrap`` (long
-    paths), ``notes``, ``scroll`` (what a narrow screen scrolls).
-    """
+    """The table as an HTML fragment without style; its classes for a style sheet stand in ``templates/table.html``."""
     return render("table.html", table=table)
 
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from rmd_plugin.app import report as command
 from rmd_plugin.app.hydra_callbacks import ReportCallback
 from rmd_plugin.compare.rows import Row
-from rmd_plugin.report.aggregate import Group, estimate, paired_difference, ranks, summarise
+from rmd_plugin.report.aggregate import FAR, NEAR, Group, estimate, paired_difference, ranks, summarise
 from rmd_plugin.report.document import render
 from rmd_plugin.report.figures import difference_figure
 from rmd_plugin.report.gather import Run, gather_runs, read_run
@@ -119,7 +119,7 @@ def test_a_sweep_is_summarised_by_benchmark_and_over_all(sweep):
         for name, values in numbers[group.benchmark].items():
             found = summary.estimate(group, name)
             assert (found.mean, found.deviation) == pytest.approx((values.mean(), values.std(ddof=1)))
-            assert summary.estimate(group, name, "far").mean == pytest.approx(values.mean() + 0.05)
+            assert summary.estimate(group, name, FAR).mean == pytest.approx(values.mean() + 0.05)
             assert summary.estimate(group, name, ood="noise").mean == pytest.approx(values.mean() + 0.05)
     pairs = [numbers[group.benchmark]["knn"] - numbers[group.benchmark]["rmd"] for group in summary.groups]
     expected = scipy.stats.ttest_ind(pairs[0], -pairs[1], equal_var=False).confidence_interval(0.95)
@@ -260,7 +260,7 @@ def test_a_set_may_be_called_near(tmp_path):
     summary = summarise([read_run(tmp_path)])
     group = Group("digits", "mlp")
     assert summary.estimate(group, "rmd", ood="near").mean == pytest.approx(0.85)
-    assert summary.estimate(group, "rmd", "near").mean == pytest.approx(0.8)
+    assert summary.estimate(group, "rmd", NEAR).mean == pytest.approx(0.8)
 
 
 def test_a_detector_that_failed_somewhere_is_marked(tmp_path):

@@ -125,7 +125,6 @@ def test_versions_name_the_packages_that_take_part():
 
 def test_the_command_is_what_one_would_type(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/rmd-train", "benchmark=digits", "detector=[rmd,knn]"])
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert current_command() == "rmd-train benchmark=digits 'detector=[rmd,knn]'"
     assert current_command("other").startswith("other ")
 
