@@ -42,8 +42,7 @@ def auroc_figure(rows: Sequence[Row], title: str = "") -> Figure:
     colours = set_colours(distances)
     offsets = np.linspace(0.25, -0.25, len(distances)) if len(distances) > 1 else [0.0]
     with style.house_style():
-        figure = style.new_figure((10.0, max(3.0, 1.9 + 0.36 * len(detectors))))
-        axes = figure.subplots()
+        figure, (axes,) = style.new_panels(1, (10.0, max(3.0, 1.9 + 0.36 * len(detectors))), title=title)
         for offset, (name, distance) in zip(offsets, distances.items(), strict=False):
             mine = {row.detector: row for row in select(rows, metric=AUROC, ood=name) if row.ok}
             found = [(place, mine[d]) for place, d in enumerate(detectors) if d in mine]
@@ -61,7 +60,6 @@ def auroc_figure(rows: Sequence[Row], title: str = "") -> Figure:
         axes.set_xlim(left, min(right, 100.5))
         if left < 50 < right:
             axes.axvline(50, color=style.QUIET, linewidth=1.2, linestyle=style.DASHES[1])
-        _heading(figure, title)
         axes.legend(
             loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, frameon=False, labelcolor="linecolor",
             handletextpad=0.2, columnspacing=1.2, borderaxespad=0.0,
@@ -81,7 +79,7 @@ def roc_figure(
     distances = ood_sets(rows)
     sets = _near_first(distances)[:panels]
     with style.house_style():
-        figure, grid = style.new_panels(len(sets), (6.4, 5.9), columns=2)
+        figure, grid = style.new_panels(len(sets), (6.4, 5.9), columns=2, title=title)
         for axes, name in zip(grid, sets, strict=True):
             values = {row.detector: row.value for row in select(rows, metric=AUROC, ood=name) if row.ok}
             entries = []
@@ -95,12 +93,9 @@ def roc_figure(
                 axes.plot(*roc_points(scores[detector][ID], scores[detector][name]), **look)
             _rank_labels(axes, sorted(entries, key=lambda entry: entry[0]))
             axes.plot([0, 1], [0, 1], color=style.QUIET, linewidth=1.0, linestyle=style.DASHES[2])
-            axes.set(xlim=(0, 1), ylim=(0, 1.003), aspect="equal")
-            axes.set_xlabel("in-distribution flagged (false positives)")
-            axes.set_ylabel("OOD found (true positives)")
-            axes.set_title(set_title(name, distances))
+            axes.set(xlim=(0, 1), ylim=(0, 1.003), aspect="equal", title=set_title(name, distances))
+            axes.set(xlabel="in-distribution flagged (false positives)", ylabel="OOD found (true positives)")
             style.quiet_grid(axes)
-        _heading(figure, title)
     return figure
 
 
@@ -118,7 +113,7 @@ def histogram_figure(
     colours = {**set_colours(distances), ID: style.ID_COLOUR}
     means = near_far_means(rows)
     with style.house_style():
-        figure, grid = style.new_panels(len(chosen), (5.0, 3.8), columns=3)
+        figure, grid = style.new_panels(len(chosen), (5.0, 3.8), columns=3, title=title)
         for axes, detector in zip(grid, chosen, strict=True):
             names = [ID, *(name for name in _near_first(distances) if name in scores[detector])]
             mine = {name: scores[detector][name] for name in names if np.isfinite(scores[detector][name]).any()}
@@ -140,7 +135,6 @@ def histogram_figure(
             axes.spines["left"].set_visible(False)
             axes.set_xlabel("score, higher = more OOD", fontsize=style.SMALL)
             axes.locator_params(axis="x", nbins=4)
-        _heading(figure, title)
     return figure
 
 
@@ -152,8 +146,7 @@ def difference_figure(summary: Summary) -> Figure | None:
         return None
     scale, unit = (1, "seconds") if summary.metric in SECONDS else (100, "points")
     with style.house_style():
-        figure = style.new_figure((8.0, 1.5 + 0.42 * len(found)))
-        axes = figure.subplots()
+        figure, (axes,) = style.new_panels(1, (8.0, 1.5 + 0.42 * len(found)))
         for place, (name, item) in enumerate(found.items()):
             if not math.isnan(item.low):
                 axes.hlines(-place, scale * item.low, scale * item.high, color=style.colour(name), linewidth=2.4)
@@ -188,11 +181,6 @@ def set_colours(distances: Mapping[str, str]) -> dict[str, str]:
 
 def _near_first(distances: Mapping[str, str]) -> list[str]:
     return sorted(distances, key=lambda name: distances[name] == "far")
-
-
-def _heading(figure: Figure, title: str) -> None:
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=style.TITLE)
 
 
 def _detector_axis(axes: Axes, detectors: Sequence[str]) -> None:

@@ -139,8 +139,7 @@ def partial_sums_figure(directions: Directions, ood: str, *, title: str = "") ->
 
 
 def _finish(axes: Axes, x: str, y: str, title: str, ends: Sequence[tuple[float, str, str]]) -> None:
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set(xlabel=x, ylabel=y)
     style.quiet_grid(axes, axis="y")
     style.name_ends(axes, ends)
     if title:

@@ -71,11 +71,15 @@ def new_figure(size: tuple[float, float] = SLIDE) -> Figure:
     return figure
 
 
-def new_panels(count: int, size: tuple[float, float], columns: int = 1) -> tuple[Figure, list[Axes]]:
+def new_panels(
+    count: int, size: tuple[float, float], columns: int = 1, *, title: str = ""
+) -> tuple[Figure, list[Axes]]:
     """A figure of equal panels, at most ``columns`` beside each other, each of so many inches."""
     columns = max(min(count, columns), 1)
     lines = max(-(-count // columns), 1)
     figure = new_figure((size[0] * columns, size[1] * lines))
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE)
     grid = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axes in grid[count:]:
         axes.set_axis_off()

@@ -14,7 +14,7 @@ import pandas as pd  # type: ignore[import-untyped]
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.compare.rows import ACCURACY, SECONDS
-from rmd_plugin.report.aggregate import ALL, FAR, GROUP, NEAR, Difference, Estimate, Group, Summary, estimate
+from rmd_plugin.report.aggregate import ALL, FAR, GROUP, NEAR, Difference, Group, Summary, estimate
 from rmd_plugin.report.document import picture, render
 from rmd_plugin.report.gather import Outcome, Run
 from rmd_plugin.report.names import label
@@ -140,7 +140,7 @@ def _detector_table(summary: Summary, detectors: Sequence[str], groups: Sequence
     for group in groups:
         judged = "" if summary.which(group) == NEAR else ", all sets"
         column = Column(group.benchmark, detail=f"({', '.join(filter(None, group[1:]))}{judged})")
-        table.add(column, _estimates(summary, [summary.estimate(group, name) for name in detectors]))
+        table.add(column, _estimates(summary, detectors, group))
     count = len(summary.groups)
     if overall and count > 1:
         places = [summary.mean_rank(name) for name in detectors]
@@ -150,9 +150,8 @@ def _detector_table(summary: Summary, detectors: Sequence[str], groups: Sequence
     title = _title(summary) if groups else f"{summary.metric} over all {count} columns above"
     if not overall:
         return table.finish(title)
-    differences: list[Difference] = []
-    if summary.reference in detectors:
-        differences = _add_differences(table, summary, detectors, "paired")
+    compared = summary.reference in detectors
+    differences = _add_differences(table, summary, detectors, "paired") if compared else []
     return table.finish(title, list(_notes(summary, differences)))
 
 
@@ -163,16 +162,14 @@ def group_tables(summary: Summary) -> list[Table]:
 
 def _group_table(summary: Summary, group: Group) -> Table:
     sets = summary.sets[group]
-    places = summary.ranks[group]
-    detectors = sorted(places, key=lambda name: places[name])
+    detectors = sorted(summary.ranks[group], key=summary.ranks[group].__getitem__)
     table = DetectorTable(detectors)
     for ood, distance in sets.items():
-        found = [summary.estimate(group, name, ood) for name in detectors]
-        table.add(Column(ood, detail=f"({distance})" if distance else ""), _estimates(summary, found))
+        column = Column(ood, detail=f"({distance})" if distance else "")
+        table.add(column, _estimates(summary, detectors, group, ood))
     for distance in ("near", "far"):
         if list(sets.values()).count(distance) > 1:
-            found = [summary.estimate(group, name, f"mean ({distance})") for name in detectors]
-            table.add(Column(f"{distance} mean"), _estimates(summary, found))
+            table.add(Column(f"{distance} mean"), _estimates(summary, detectors, group, f"mean ({distance})"))
     if summary.reference in detectors and len(detectors) > 1:
         judged = "near" if summary.which(group) == NEAR else "all sets"
         _add_differences(table, summary, detectors, judged, [group])
@@ -211,7 +208,8 @@ def _number(summary: Summary, value: float, sign: str = "") -> str:
     return f"{scale * value:{sign}.{digits}f}".replace("-", "−")
 
 
-def _estimates(summary: Summary, found: Sequence[Estimate]) -> list[Cell]:
+def _estimates(summary: Summary, detectors: Sequence[str], group: Group, ood: str | None = None) -> list[Cell]:
+    found = [summary.estimate(group, name, ood) for name in detectors]
     spreads = ["" if math.isnan(item.deviation) else f"± {_number(summary, item.deviation)}" for item in found]
     best: Literal["lowest", "highest"] = "lowest" if summary.lower else "highest"
     return number_cells([item.mean for item in found], lambda value: _number(summary, value), spreads, best=best)
