@@ -15,8 +15,6 @@ from rmd_plugin.compare.rows import AUROC, COLUMNS, FPR95, SECONDS, mean
 from rmd_plugin.report.gather import Run
 from rmd_plugin.report.names import label
 
-#: metrics of which less is better
-LOWER_IS_BETTER = (FPR95, *SECONDS)
 #: what stands for an OOD set where the mean over the near, the far, or all of them is meant
 NEAR, FAR, ALL = "mean (near)", "mean (far)", "mean (all)"
 
@@ -72,7 +70,7 @@ class Summary:
     @property
     def lower(self) -> bool:
         """Whether less is better."""
-        return self.metric in LOWER_IS_BETTER
+        return self.metric in (FPR95, *SECONDS)
 
     @cached_property
     def groups(self) -> dict[Group, list[int]]:

@@ -163,9 +163,8 @@ def _with_settings(runs: list[Run]) -> list[Run]:
         rest = [key for key in varying if not key[-1].endswith(_WEIGHTS_ENDS)]
         told = {(runs[n].about.get("seed"), *map(values.get, rest)) for n, values in flat.items()}
         varying = rest if len(told) == len(flat) else varying
-        short = _short_names(varying)
         for number, values in flat.items():
-            text = ", ".join(f"{short[key]}={values.get(key, _UNSET)}" for key in varying)
+            text = ", ".join(f"{_short_name(key, varying)}={values.get(key, _UNSET)}" for key in varying)
             named[number] = replace(runs[number], setting=text)
     return named
 
@@ -187,18 +186,14 @@ def _flatten(config: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
         yield prefix, f"{config:.12g}" if isinstance(config, float) else str(config)
 
 
-def _short_names(keys: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """Each key by as few of its last parts as tell it from the others."""
-    short = {}
-    for key in keys:
-        length = 1
-        while length < len(key) and sum(other[-length:] == key[-length:] for other in keys) > 1:
-            length += 1
-        short[key] = ".".join(key[-length:])
-    return short
+def _short_name(key: tuple[str, ...], keys: Sequence[tuple[str, ...]]) -> str:
+    """As few of the last parts of a key as tell it from the others."""
+    length = 1
+    while length < len(key) and sum(other[-length:] == key[-length:] for other in keys) > 1:
+        length += 1
+    return ".".join(key[-length:])
 
 
-def _natural(path: Path) -> list[tuple[int, int, str]]:
+def _natural(path: Path) -> str:
     """Order in which job 10 follows job 9."""
-    parts = re.split(r"(\d+)", str(path))
-    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts]
+    return re.sub(r"\d+", lambda found: found[0].zfill(20), str(path))

@@ -6,6 +6,7 @@ Figures are made by matplotlib's object interface with the Agg canvas; ``matplot
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -105,16 +106,10 @@ def name_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top)
     gap = 0.075 * (top - bottom)
-    order = sorted(ends, key=lambda end: end[0])
-    heights = [min(max(value, bottom), top) for value, _, _ in order]
-    for place in range(1, len(heights)):
-        heights[place] = max(heights[place], heights[place - 1] + gap)
-    # what was pushed above the panel comes back down, and pushes the ones below it
-    limit = top
-    for place in reversed(range(len(heights))):
-        heights[place] = min(heights[place], limit)
-        limit = heights[place] - gap
-    for height, (_, name, tint) in zip(heights, order, strict=True):
+    height = -math.inf
+    for place, (value, name, tint) in enumerate(sorted(ends, key=lambda end: end[0]), start=1):
+        # above the one before, with room for those to come
+        height = min(max(value, bottom, height + gap), top - gap * (len(ends) - place))
         text = axes.annotate(
             name, (1.015, height), xycoords=("axes fraction", "data"), color=tint, va="center", fontsize=SMALL,
             fontweight="bold", annotation_clip=False,
