@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +15,8 @@ from rmd_plugin.compare.rows import AUROC, COLUMNS, FPR95, SECONDS, mean
 from rmd_plugin.report.gather import Run
 from rmd_plugin.report.names import label
 
-#: metrics of which less is better
-LOWER_IS_BETTER = (FPR95, *SECONDS)
-#: what the value of a detector in a run is: the mean over near sets, far sets, all sets
-NEAR, FAR, ALL = "near", "far", "all"
+#: what stands for an OOD set where the mean over the near, the far, or all of them is meant
+NEAR, FAR, ALL = "mean (near)", "mean (far)", "mean (all)"
 
 
 class Group(NamedTuple):
@@ -45,83 +44,75 @@ class Estimate:
 
 
 class Difference(NamedTuple):
-    """Paired difference to the reference detector.
+    """Paired difference to the reference detector with its 95 % interval; NaN where there are too few pairs."""
 
-    Attributes:
-        value: mean over the groups of the mean over their seeds; NaN if there is no pair.
-        low: lower end of the 95 % interval, NaN if there are too few pairs.
-        high: upper end.
-        over: what the interval is taken over: ``seeds``, ``benchmarks``, or nothing.
-    """
-
+    #: mean over the groups of the mean over their seeds
     value: float
     low: float = math.nan
     high: float = math.nan
-    pairs: int = 0
+    #: what the interval is taken over: ``seeds``, ``benchmarks``, or nothing
     over: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class Summary:
-    """All runs in numbers.
-
-    Attributes:
-        metric: the metric of the summary.
-        reference: the detector that the others are compared with.
-        rows: the rows that count, with the setting of their run; group by group, seed by seed.
-        runs: every run, those without rows too.
-        notes: what was left out, one sentence each.
-    """
+    """All runs in numbers of one metric, and against one reference detector."""
 
     metric: str
     reference: str
+    #: those that count, with the setting of their run; group by group, seed by seed
     rows: pd.DataFrame
+    #: those without rows too
     runs: Sequence[Run]
+    #: what was left out, one sentence each
     notes: Sequence[str] = ()
 
     @property
     def lower(self) -> bool:
         """Whether less is better."""
-        return self.metric in LOWER_IS_BETTER
+        return self.metric in (FPR95, *SECONDS)
 
     @cached_property
     def groups(self) -> dict[Group, list[int]]:
         """Every group with its seeds."""
         return {Group(*key): part["seed"].unique().tolist() for key, part in self.rows.groupby(GROUP, sort=False)}
 
-    def sets(self, group: Group) -> dict[str, str]:
-        """OOD sets of a group in order of appearance -> ``near``, ``far`` or empty."""
-        return self._sets.get(group, {})
+    @cached_property
+    def sets(self) -> dict[Group, dict[str, str]]:
+        """OOD sets of every group in order of appearance -> ``near``, ``far`` or empty."""
+        rows = self.rows[(self.rows["metric"] == self.metric) & (self.rows["ood"] != "")]
+        parts = rows.drop_duplicates([*GROUP, "ood"]).groupby(GROUP, sort=False)
+        found = {Group(*key): dict(zip(part["ood"], part["distance"], strict=True)) for key, part in parts}
+        return {group: found.get(group, {}) for group in self.groups}
 
     def which(self, group: Group) -> str:
-        """The mean that a detector is judged by in a group: ``near`` where there are near-OOD sets, else ``all``."""
-        return NEAR if NEAR in self.sets(group).values() else ALL
+        """The mean that a detector is judged by in a group: over the near-OOD sets where there are any, else all."""
+        return NEAR if "near" in self.sets[group].values() else ALL
 
-    def detectors(self, group: Group | None = None) -> list[str]:
-        """Detectors that have a number in a group (or anywhere), in order of appearance."""
-        return list(dict.fromkeys(name for key, name, _ in self._numbers if group in (None, key)))
+    def detectors(self, group: Group) -> list[str]:
+        """Detectors that have a number in a group, in order of appearance."""
+        return list(dict.fromkeys(name for key, name, _ in self._numbers if key == group))
 
-    def values(
-        self, group: Group, detector: str, which: str | None = None, *, ood: str | None = None
-    ) -> dict[int, float]:
+    def values(self, group: Group, detector: str, ood: str | None = None) -> dict[int, float]:
         """Numbers of a detector in a group: seed -> number, without those that are missing.
 
-        They are means over the OOD sets that ``which`` names (``near``, ``far``, ``all``; by default as :meth:`which`
-        says), or those of the one OOD set ``ood``.
+        They are those of one OOD set or of :data:`NEAR`, :data:`FAR` or :data:`ALL`, by default as :meth:`which` says.
         """
-        return self._numbers.get((group, detector, f"set {ood}" if ood is not None else which or self.which(group)), {})
+        return self._numbers.get((group, detector, ood or self.which(group)), {})
 
-    def estimate(self, group: Group, detector: str, which: str | None = None, *, ood: str | None = None) -> Estimate:
+    def estimate(self, group: Group, detector: str, ood: str | None = None) -> Estimate:
         """Mean and spread over the seeds. See :meth:`values`."""
-        return estimate(list(self.values(group, detector, which, ood=ood).values()))
+        return estimate(list(self.values(group, detector, ood).values()))
 
-    def ranks(self, group: Group) -> dict[str, float]:
-        """Place of each detector by its mean over the seeds; equal means share the mean of their places."""
-        return self._ranks[group]
+    @cached_property
+    def ranks(self) -> dict[Group, dict[str, float]]:
+        """In every group the place of each detector by its mean over the seeds. See :func:`ranks`."""
+        means = {g: {name: self.estimate(g, name).mean for name in self.detectors(g)} for g in self.groups}
+        return {group: ranks(found, lower=self.lower) for group, found in means.items()}
 
     def mean_rank(self, detector: str) -> tuple[float, int]:
         """Mean place over the groups in which the detector has one, and how many these are."""
-        places = [found[detector] for found in self._ranks.values() if detector in found]
+        places = [found[detector] for found in self.ranks.values() if detector in found]
         return mean(places), len(places)
 
     def difference(self, detector: str, groups: Sequence[Group] | None = None) -> Difference:
@@ -136,38 +127,25 @@ class Summary:
         """Detectors with numbers, the best first: by mean place, then by mean number."""
 
         def key(name: str) -> tuple[float, float]:
-            numbers = [self.estimate(group, name).mean for group in self.groups]
-            average = mean([number for number in numbers if not math.isnan(number)])
+            average = mean([self.estimate(group, name).mean for group in self.groups if self.values(group, name)])
             return self.mean_rank(name)[0], average if self.lower else -average
 
-        return sorted((name for name in self.detectors() if self.mean_rank(name)[1]), key=key)
-
-    @cached_property
-    def _sets(self) -> dict[Group, dict[str, str]]:
-        rows = self.rows[(self.rows["metric"] == self.metric) & (self.rows["ood"] != "")]
-        parts = rows.drop_duplicates([*GROUP, "ood"]).groupby(GROUP, sort=False)
-        return {Group(*key): dict(zip(part["ood"], part["distance"], strict=True)) for key, part in parts}
+        return sorted(dict.fromkeys(name for found in self.ranks.values() for name in found), key=key)
 
     @cached_property
     def _numbers(self) -> dict[tuple[Group, str, str], dict[int, float]]:
-        """Group, detector and near, far, all or OOD set -> seed -> number."""
+        """Group, detector and OOD set or mean -> seed -> number."""
         rows = self.rows[(self.rows["metric"] == self.metric) & (self.rows["detector"] != "")]
-        on_sets = rows[rows["ood"] != ""]
-        # times belong to no OOD set, and a set may be called "near"
-        kinds = [rows.assign(which=ALL), on_sets.assign(which="set " + on_sets["ood"])]
-        kinds += [on_sets[on_sets["distance"] == which].assign(which=which) for which in (NEAR, FAR)]
-        parts = pd.concat(kinds).groupby([*GROUP, "detector", "which", "seed"], sort=False)["value"]
+        # times belong to no OOD set, and to the mean over all
+        kinds = [rows.assign(ood=ALL), rows[rows["ood"] != ""]]
+        kinds += [rows[rows["distance"] == distance].assign(ood=f"mean ({distance})") for distance in ("near", "far")]
+        parts = pd.concat(kinds).groupby([*GROUP, "detector", "ood", "seed"], sort=False)["value"]
         found: dict[tuple[Group, str, str], dict[int, float]] = {}
-        for (*group, detector, which, seed), values in parts:
+        for (*group, detector, ood, seed), values in parts:
             number = mean(values.tolist())
             if not math.isnan(number):
-                found.setdefault((Group(*group), detector, which), {})[int(seed)] = number
+                found.setdefault((Group(*group), detector, ood), {})[int(seed)] = number
         return found
-
-    @cached_property
-    def _ranks(self) -> dict[Group, dict[str, float]]:
-        means = {g: {name: self.estimate(g, name).mean for name in self.detectors(g)} for g in self.groups}
-        return {group: ranks(found, lower=self.lower) for group, found in means.items()}
 
 
 def summarise(runs: Sequence[Run], *, metric: str = AUROC, reference: str = "rmd") -> Summary:
@@ -210,11 +188,7 @@ def estimate(values: Sequence[float]) -> Estimate:
         >>> estimate([1.0, 2.0, 3.0])
         Estimate(mean=2.0, deviation=1.0, count=3)
     """
-    average = mean(values)
-    deviation = math.nan
-    if len(values) > 1:
-        deviation = math.sqrt(math.fsum((value - average) ** 2 for value in values) / (len(values) - 1))
-    return Estimate(average, deviation, len(values))
+    return Estimate(mean(values), statistics.stdev(values) if len(values) > 1 else math.nan, len(values))
 
 
 def ranks(values: Mapping[str, float], *, lower: bool = False) -> dict[str, float]:
@@ -227,32 +201,29 @@ def ranks(values: Mapping[str, float], *, lower: bool = False) -> dict[str, floa
     return pd.Series(values, dtype=float).dropna().rank(ascending=lower).to_dict()
 
 
-def paired_difference(groups: Sequence[Sequence[float]], *, level: float = 0.95) -> Difference:
-    """Mean of paired differences, a list for each group, with a t interval; every group weighs the same.
+def paired_difference(groups: Sequence[Sequence[float]]) -> Difference:
+    """Mean of paired differences, a list for each group, with the 95 % t interval; every group weighs the same.
 
     Where every group has two seeds or more, the groups are taken as they are and the seeds as a sample: the variance is
     that of a mean of independent group means, with Welch and Satterthwaite's degrees of freedom. For one group this is
     the paired t interval. Where a group has one seed only, the group means are the sample, if there are three or more.
     """
-    groups = [group for group in groups if group]
-    estimates = [estimate(group) for group in groups]
-    pairs = sum(map(len, groups))
-    if not groups:
+    estimates = [estimate(group) for group in groups if group]
+    if not estimates:
         return Difference(math.nan)
-    value = mean([item.mean for item in estimates])
+    between = estimate([item.mean for item in estimates])
     if all(item.count > 1 for item in estimates):
-        parts = [item.deviation**2 / item.count / len(groups) ** 2 for item in estimates]
+        parts = [item.deviation**2 / item.count / len(estimates) ** 2 for item in estimates]
         freedom_parts = math.fsum(part**2 / (item.count - 1) for part, item in zip(parts, estimates, strict=True))
         error = math.sqrt(math.fsum(parts))
         # without any spread there is no degree of freedom to estimate, and the interval is a point
         freedom = error**4 / freedom_parts if freedom_parts else 1.0
         over = "seeds"
-    elif len(groups) > 2:
-        spread = estimate([item.mean for item in estimates])
-        error, freedom, over = spread.deviation / math.sqrt(len(groups)), len(groups) - 1.0, "benchmarks"
+    elif len(estimates) > 2:
+        error, freedom, over = between.deviation / math.sqrt(len(estimates)), len(estimates) - 1.0, "benchmarks"
     else:
-        return Difference(value, pairs=pairs)
+        return Difference(between.mean)
     from scipy.special import stdtrit  # not scipy.stats, whose import takes a second
 
-    half = float(stdtrit(freedom, 0.5 + level / 2)) * error
-    return Difference(value, value - half, value + half, pairs, over)
+    half = float(stdtrit(freedom, 0.975)) * error
+    return Difference(between.mean, between.mean - half, between.mean + half, over)

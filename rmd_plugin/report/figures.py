@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,8 +42,7 @@ def auroc_figure(rows: Sequence[Row], title: str = "") -> Figure:
     colours = set_colours(distances)
     offsets = np.linspace(0.25, -0.25, len(distances)) if len(distances) > 1 else [0.0]
     with style.house_style():
-        figure = style.new_figure((10.0, max(3.0, 1.9 + 0.36 * len(detectors))))
-        axes = figure.subplots()
+        figure, (axes,) = style.new_panels(1, (10.0, max(3.0, 1.9 + 0.36 * len(detectors))), title=title)
         for offset, (name, distance) in zip(offsets, distances.items(), strict=False):
             mine = {row.detector: row for row in select(rows, metric=AUROC, ood=name) if row.ok}
             found = [(place, mine[d]) for place, d in enumerate(detectors) if d in mine]
@@ -60,7 +60,6 @@ def auroc_figure(rows: Sequence[Row], title: str = "") -> Figure:
         axes.set_xlim(left, min(right, 100.5))
         if left < 50 < right:
             axes.axvline(50, color=style.QUIET, linewidth=1.2, linestyle=style.DASHES[1])
-        _heading(figure, title)
         axes.legend(
             loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, frameon=False, labelcolor="linecolor",
             handletextpad=0.2, columnspacing=1.2, borderaxespad=0.0,
@@ -80,7 +79,7 @@ def roc_figure(
     distances = ood_sets(rows)
     sets = _near_first(distances)[:panels]
     with style.house_style():
-        figure, grid = style.new_panels(len(sets), (6.4, 5.9), columns=2)
+        figure, grid = style.new_panels(len(sets), (6.4, 5.9), columns=2, title=title)
         for axes, name in zip(grid, sets, strict=True):
             values = {row.detector: row.value for row in select(rows, metric=AUROC, ood=name) if row.ok}
             entries = []
@@ -94,12 +93,9 @@ def roc_figure(
                 axes.plot(*roc_points(scores[detector][ID], scores[detector][name]), **look)
             _rank_labels(axes, sorted(entries, key=lambda entry: entry[0]))
             axes.plot([0, 1], [0, 1], color=style.QUIET, linewidth=1.0, linestyle=style.DASHES[2])
-            axes.set(xlim=(0, 1), ylim=(0, 1.003), aspect="equal")
-            axes.set_xlabel("in-distribution flagged (false positives)")
-            axes.set_ylabel("OOD found (true positives)")
-            axes.set_title(set_title(name, distances))
+            axes.set(xlim=(0, 1), ylim=(0, 1.003), aspect="equal", title=set_title(name, distances))
+            axes.set(xlabel="in-distribution flagged (false positives)", ylabel="OOD found (true positives)")
             style.quiet_grid(axes)
-        _heading(figure, title)
     return figure
 
 
@@ -109,25 +105,18 @@ def histogram_figure(
     """Histograms of the scores, one panel per detector: in-distribution filled, OOD sets as lines named in place.
 
     Scores beyond the outer half percent are counted in the outermost bins: a few wild ones do not squeeze the rest.
-
-    Args:
-        scores: scores of every detector.
-        rows: rows of the same comparison, if there are any: they tell near from far.
-        detectors: which to draw; by default :func:`choose_detectors`.
-        title: heading.
+    The rows of the comparison tell near from far, and by :func:`choose_detectors` which to draw.
     """
     chosen = [name for name in (choose_detectors(rows) if detectors is None else detectors) if name in scores]
-    distances = {name: "" for sets in scores.values() for name in sets if name != ID}
-    distances = {**(found := ood_sets(rows)), **{name: "" for name in distances if name not in found}}
+    distances = ood_sets(rows)
+    distances |= {name: "" for sets in scores.values() for name in sets if name not in (ID, *distances)}
     colours = {**set_colours(distances), ID: style.ID_COLOUR}
     means = near_far_means(rows)
     with style.house_style():
-        figure, grid = style.new_panels(len(chosen), (5.0, 3.8), columns=3)
+        figure, grid = style.new_panels(len(chosen), (5.0, 3.8), columns=3, title=title)
         for axes, detector in zip(grid, chosen, strict=True):
-            mine = {ID: scores[detector][ID]} | {
-                n: scores[detector][n] for n in _near_first(distances) if n in scores[detector]
-            }
-            mine = {name: values for name, values in mine.items() if np.isfinite(values).any()}
+            names = [ID, *(name for name in _near_first(distances) if name in scores[detector])]
+            mine = {name: scores[detector][name] for name in names if np.isfinite(scores[detector][name]).any()}
             edges = _edges(list(mine.values()))
             curves = []
             for name, values in mine.items():
@@ -146,7 +135,6 @@ def histogram_figure(
             axes.spines["left"].set_visible(False)
             axes.set_xlabel("score, higher = more OOD", fontsize=style.SMALL)
             axes.locator_params(axis="x", nbins=4)
-        _heading(figure, title)
     return figure
 
 
@@ -158,8 +146,7 @@ def difference_figure(summary: Summary) -> Figure | None:
         return None
     scale, unit = (1, "seconds") if summary.metric in SECONDS else (100, "points")
     with style.house_style():
-        figure = style.new_figure((8.0, 1.5 + 0.42 * len(found)))
-        axes = figure.subplots()
+        figure, (axes,) = style.new_panels(1, (8.0, 1.5 + 0.42 * len(found)))
         for place, (name, item) in enumerate(found.items()):
             if not math.isnan(item.low):
                 axes.hlines(-place, scale * item.low, scale * item.high, color=style.colour(name), linewidth=2.4)
@@ -171,11 +158,7 @@ def difference_figure(summary: Summary) -> Figure | None:
 
 
 def roc_points(id_scores: np.ndarray, ood_scores: np.ndarray, points: int = 400) -> tuple[np.ndarray, np.ndarray]:
-    """The ROC curve with OOD as the positive class, thinned to about so many points as a picture can show.
-
-    Returns:
-        False and true positive rates, each of shape (P,), from (0, 0) to (1, 1).
-    """
+    """False and true positive rates (P,) of the ROC curve, OOD being positive; about as many as a picture can show."""
     scores = np.concatenate([id_scores, ood_scores])
     positive = np.concatenate([np.zeros(len(id_scores)), np.ones(len(ood_scores))])
     order = np.argsort(-scores, kind="stable")
@@ -192,21 +175,12 @@ def roc_points(id_scores: np.ndarray, ood_scores: np.ndarray, points: int = 400)
 
 def set_colours(distances: Mapping[str, str]) -> dict[str, str]:
     """A colour for every OOD set, warm for near and cold for far; they repeat after three of a kind."""
-    colours, used = {}, dict.fromkeys(style.DISTANCE_COLOURS, 0)
-    for name, distance in distances.items():
-        choices = style.DISTANCE_COLOURS[distance]
-        colours[name] = choices[used[distance] % len(choices)]
-        used[distance] += 1
-    return colours
+    colours = {distance: cycle(found) for distance, found in style.DISTANCE_COLOURS.items()}
+    return {name: next(colours[distance]) for name, distance in distances.items()}
 
 
 def _near_first(distances: Mapping[str, str]) -> list[str]:
     return sorted(distances, key=lambda name: distances[name] == "far")
-
-
-def _heading(figure: Figure, title: str) -> None:
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=style.TITLE)
 
 
 def _detector_axis(axes: Axes, detectors: Sequence[str]) -> None:
@@ -240,12 +214,8 @@ def _rank_labels(axes: Axes, entries: Sequence[tuple[float, str, dict[str, Any]]
 def _curve_labels(axes: Axes, curves: Sequence[tuple[str, str, np.ndarray]], edges: np.ndarray) -> None:
     """Each name in free space above its own curve: never across a curve, never across another name.
 
-    Of all places along the upper half of its curve a name takes the one where least lies between the two.
-
-    Args:
-        axes: the panel.
-        curves: name, colour and heights (B,) of every curve, at least one.
-        edges: edges of the bins, shape (B + 1,).
+    Of all places along the upper half of its curve a name takes the one where least lies between the two. ``curves``
+    are name, colour and heights (B,) of each, ``edges`` those of the bins, shape (B + 1,).
     """
     skyline = np.max([heights for _, _, heights in curves], axis=0)
     top, width = float(skyline.max()) or 1.0, float(edges[-1] - edges[0])

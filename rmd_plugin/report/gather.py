@@ -27,40 +27,34 @@ _NOT_SETTINGS = {
 _NOT_SETTINGS_ENDS = ("seed", "dir")
 #: weights often differ from seed to seed: they are a setting only where runs would be the same without them
 _WEIGHTS_ENDS = ("path", "checkpoint")
+_UNSET = "unset"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as found on disk.
-
-    Attributes:
-        path: its folder.
-        outcome: ``done``, ``failed``, ``unfinished`` or ``unreadable``; only the rows of ``done`` runs count.
-        reason: why it is not done; for a done run a remark, if there is one.
-        rows: its results.
-        about: ``benchmark``, ``backbone`` and ``seed``, as far as they are known.
-        config: its resolved config.
-        setting: in what its config differs from the other runs of its benchmark and backbone.
-        ended: when it ended, to tell the newer of two equal runs.
-    """
+    """One run, as found on disk; only the rows of ``done`` runs count."""
 
     path: Path
     outcome: Outcome
+    #: why it is not done; for a done run a remark, if there is one
     reason: str = ""
     rows: Sequence[Row] = ()
+    #: ``benchmark``, ``backbone`` and ``seed``, as far as they are known
     about: Identity = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    #: in what its config differs from the other runs of its benchmark and backbone
     setting: str = ""
+    #: to tell the newer of two equal runs
     ended: float = 0.0
 
     @property
     def name(self) -> str:
         """What the run is, for people: benchmark, backbone, setting, seed."""
         about = dict(self.about)
-        parts = [str(about.pop(key, "")) for key in ("benchmark", "backbone")]
-        seed = about.pop("seed", "")
-        parts = [part for part in (*parts, self.setting, f"seed {seed}" if seed != "" else "") if part]
-        return ", ".join(parts + [f"{key}={value}" for key, value in about.items()])
+        benchmark, backbone, seed = (about.pop(key, "") for key in _IDENTITY)
+        parts = [benchmark, backbone, self.setting, f"seed {seed}" if seed != "" else ""]
+        parts += [f"{key}={value}" for key, value in about.items()]
+        return ", ".join(str(part) for part in parts if part)
 
 
 def gather_runs(folders: Iterable[str | os.PathLike[str]]) -> list[Run]:
@@ -143,7 +137,7 @@ def _outcome(status: RunStatus | None, rows: Sequence[Row]) -> tuple[Outcome, st
 
 
 def _job_identity(folder: Path) -> dict[str, str | int]:
-    """What Hydra was told for a job: its overrides, of which a job that failed early has nothing else."""
+    """Hydra's overrides of a job: one that failed early left nothing else."""
     try:
         text = (folder / _HYDRA / "overrides.yaml").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -157,65 +151,49 @@ def _job_identity(folder: Path) -> dict[str, str | int]:
 
 def _with_settings(runs: list[Run]) -> list[Run]:
     """Name what tells runs of one benchmark and backbone apart, the seed aside."""
-    together: dict[tuple[object, object], list[int]] = {}
+    together: dict[tuple[object, object], dict[int, dict[tuple[str, ...], str]]] = {}
     for number, run in enumerate(runs):
         if run.config:
-            together.setdefault((run.about.get("benchmark"), run.about.get("backbone")), []).append(number)
+            key = run.about.get("benchmark"), run.about.get("backbone")
+            together.setdefault(key, {})[number] = dict(_flatten(run.config))
     named = list(runs)
-    for numbers in together.values():
-        flat = {number: dict(_flatten(runs[number].config)) for number in numbers}
+    for flat in together.values():
         keys = dict.fromkeys(key for values in flat.values() for key in values)
         varying = [key for key in keys if _varies(key, list(flat.values()))]
-        weights = [key for key in varying if key[-1].endswith(_WEIGHTS_ENDS)]
-        rest = [key for key in varying if key not in weights]
-        told = {(runs[n].about.get("seed"), *(repr(values.get(key)) for key in rest)) for n, values in flat.items()}
-        if len(told) == len(flat):
-            varying = rest
-        short = _short_names(varying)
+        rest = [key for key in varying if not key[-1].endswith(_WEIGHTS_ENDS)]
+        told = {(runs[n].about.get("seed"), *map(values.get, rest)) for n, values in flat.items()}
+        varying = rest if len(told) == len(flat) else varying
         for number, values in flat.items():
-            text = ", ".join(f"{short[key]}={_show(values.get(key, _UNSET))}" for key in varying)
+            text = ", ".join(f"{_short_name(key, varying)}={values.get(key, _UNSET)}" for key in varying)
             named[number] = replace(runs[number], setting=text)
     return named
 
 
-_UNSET = object()
-
-
-def _varies(key: tuple[str, ...], runs: Sequence[Mapping[tuple[str, ...], Any]]) -> bool:
+def _varies(key: tuple[str, ...], runs: Sequence[Mapping[tuple[str, ...], str]]) -> bool:
     if key[0] in ("detector", "detectors"):
         # which detectors were run is no setting, and the options of one tell only those runs apart that have it
         runs = [values for values in runs if len(key) > 1 and any(other[:2] == key[:2] for other in values)]
-    return len({repr(values.get(key, _UNSET)) for values in runs}) > 1
+    return len({values.get(key, _UNSET) for values in runs}) > 1
 
 
-def _flatten(config: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _flatten(config: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The settings of a config: the names that lead to each, and its value as text."""
     if isinstance(config, Mapping):
-        for key, value in config.items():
-            name = str(key)
-            if name not in _NOT_SETTINGS and not name.endswith(_NOT_SETTINGS_ENDS):
-                yield from _flatten(value, (*prefix, name))
+        for name, value in config.items():
+            if name not in _NOT_SETTINGS and not str(name).endswith(_NOT_SETTINGS_ENDS):
+                yield from _flatten(value, (*prefix, str(name)))
     else:
-        yield prefix, config
+        yield prefix, f"{config:.12g}" if isinstance(config, float) else str(config)
 
 
-def _short_names(keys: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """Each key by as few of its last parts as tell it from the others."""
-    short = {}
-    for key in keys:
-        length = 1
-        while length < len(key) and sum(other[-length:] == key[-length:] for other in keys) > 1:
-            length += 1
-        short[key] = ".".join(key[-length:])
-    return short
+def _short_name(key: tuple[str, ...], keys: Sequence[tuple[str, ...]]) -> str:
+    """As few of the last parts of a key as tell it from the others."""
+    length = 1
+    while length < len(key) and sum(other[-length:] == key[-length:] for other in keys) > 1:
+        length += 1
+    return ".".join(key[-length:])
 
 
-def _show(value: object) -> str:
-    if value is _UNSET:
-        return "unset"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _natural(path: Path) -> list[tuple[int, int, str]]:
+def _natural(path: Path) -> str:
     """Order in which job 10 follows job 9."""
-    parts = re.split(r"(\d+)", str(path))
-    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts]
+    return re.sub(r"\d+", lambda found: found[0].zfill(20), str(path))

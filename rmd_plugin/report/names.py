@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 from zlib import crc32
 
 #: Okabe and Ito's colours, which people with any kind of colour vision tell apart
@@ -19,8 +20,7 @@ PALETTE: Mapping[str, str] = {
 #: for lines on white, strongest first; yellow is too faint there
 CYCLE = tuple(PALETTE[name] for name in ("vermilion", "blue", "green", "orange", "purple", "sky", "black"))
 
-Dash = tuple[int, tuple[float, ...]]
-DASHES: tuple[Dash, ...] = (
+DASHES: tuple[tuple[int, tuple[float, ...]], ...] = (
     (0, ()), (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (9, 2)),
 )  # fmt: skip
 
@@ -83,16 +83,19 @@ def label(detector: str) -> str:
     return LABELS.get(detector, detector)
 
 
-def line_style(detector: str) -> tuple[str, Dash]:
-    """Colour and dash of a detector; one that is not in the table gets those that its name picks, always the same."""
+def detector_style(detector: str) -> dict[str, Any]:
+    """How the line of a detector is drawn in every figure: ``color`` and ``linestyle`` for ``axes.plot``.
+
+    One that is not in the table gets those that its name picks, always the same.
+    """
     if detector in _TABLE:
-        _, colour, dash = _TABLE[detector]
-        return PALETTE[colour], DASHES[dash]
+        _, tint, dash = _TABLE[detector]
+        return {"color": PALETTE[tint], "linestyle": DASHES[dash]}
     number = crc32(detector.encode())
     # the first three colours belong to RMD, MD and MSP
-    return CYCLE[3 + number % 4], DASHES[2 + number // 4 % 4]
+    return {"color": CYCLE[3 + number % 4], "linestyle": DASHES[2 + number // 4 % 4]}
 
 
 def colour(detector: str) -> str:
     """Colour of a detector in every figure."""
-    return line_style(detector)[0]
+    return str(detector_style(detector)["color"])

@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rmd_plugin.atomic import replacing
-from rmd_plugin.compare.rows import ACCURACY, AUROC, Row, select
-from rmd_plugin.report.directions import Directions
+from rmd_plugin.compare.rows import ACCURACY, AUROC, Row, select, unique
 from rmd_plugin.report.document import Picture, picture, render
 from rmd_plugin.report.figures import choose_detectors, histogram_figure
 from rmd_plugin.report.names import OURS, label
-from rmd_plugin.report.run_figures import MEAN, contributions_figure, epochs_figure, history_sets, partial_sums_figure
+from rmd_plugin.report.run_figures import (
+    contributions_figure,
+    epochs_figure,
+    history_sets,
+    history_title,
+    partial_sums_figure,
+)
 from rmd_plugin.report.run_folder import CONFIG, REPORT, RunFolder, RunStatus, describe_error
-from rmd_plugin.report.scores import ID, Scores
+from rmd_plugin.report.scores import ID, Directions, Scores
 from rmd_plugin.report.tables import comparison_tables, near_far_means, ood_sets, percent, ranking, seconds, set_title
 
 T = TypeVar("T")
@@ -27,14 +32,13 @@ _ORDER = {"rmd": "most discriminative first"}
 _PANELS = 4
 
 
-def write_report(folder: str | os.PathLike[str] | RunFolder, *, output: str | os.PathLike[str] | None = None) -> Path:
-    """Write the page about a run, by default to ``report.html`` in its folder. See :func:`render_report`."""
+def write_report(folder: str | os.PathLike[str] | RunFolder) -> Path:
+    """Write the page about a run to ``report.html`` in its folder. See :func:`render_report`."""
     run = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     page = render_report(run)
-    path = Path(output) if output is not None else run.file(REPORT)
-    with replacing(path) as file:
+    with replacing(run.file(REPORT)) as file:
         file.write(page)
-    return path
+    return run.file(REPORT)
 
 
 def render_report(run: RunFolder) -> str:
@@ -66,11 +70,10 @@ def render_report(run: RunFolder) -> str:
     rows, status, versions = read(run.read_rows) or [], read(run.read_status), read(run.read_versions) or {}
     scores, directions, history = read(run.read_scores), read(run.read_directions), read(run.read_history)
     config = read(lambda: run.read_text(CONFIG)) or ""
-    about = dict(status.about) if status is not None else {}
 
     def names(attribute: str) -> str:
-        found = ", ".join(map(str, dict.fromkeys(getattr(row, attribute) for row in rows)))
-        return found or str(about.get(attribute, ""))
+        about = status.about.get(attribute, "") if status is not None else ""
+        return ", ".join(unique(rows, attribute)) or str(about)
 
     return render(
         "report.html",
@@ -83,8 +86,7 @@ def render_report(run: RunFolder) -> str:
         histograms=part(_histograms, rows, scores or {}),
         directions=part(_directions, rows, directions or {}),
         problems=problems,  # of the parts above, too
-        command=versions.get("command", ""),
-        versions=_versions(versions),
+        versions=versions,
         config=config.rstrip(),
     )
 
@@ -116,15 +118,13 @@ def _key_figures(rows: Sequence[Row], status: RunStatus | None) -> list[tuple[st
 def _epochs(rows: Sequence[Row], history: Sequence[Mapping[str, Any]]) -> list[Picture]:
     seen = [row for row in history if row["metric"] == AUROC and row["ood"] and row["stage"] == "fit"]
     distances = ood_sets(rows)
-    titles = {
-        name: "mean over the OOD sets" if name == MEAN else set_title(name, distances) for name in history_sets(seen)
-    }
     # RMD and MD have a colour in every picture, then the best of the table
     detectors = list(dict.fromkeys([*OURS[:2], *ranking(rows), *(str(row["detector"]) for row in seen)]))
-    return [
-        picture(epochs_figure(seen, [name], detectors=detectors, titles=titles), f"AUROC over the epochs: {title}")
-        for name, title in titles.items()
-    ]
+    pictures = []
+    for name in history_sets(seen):
+        figure = epochs_figure(seen, [name], detectors=detectors, distances=distances)
+        pictures.append(picture(figure, f"AUROC over the epochs: {history_title(name, distances)}"))
+    return pictures
 
 
 def _histograms(rows: Sequence[Row], scores: Scores) -> list[Picture]:
@@ -150,13 +150,6 @@ def _directions(rows: Sequence[Row], directions: Directions) -> list[Picture]:
         figure = partial_sums_figure(directions, name, title=f"{set_title(name, distances)}: the first directions")
         pictures.append(picture(figure, f"AUROC on {name} from the first directions only"))
     return pictures
-
-
-def _versions(versions: Mapping[str, Any]) -> dict[str, str]:
-    found = {name: versions[name] for name in ("python", "platform", "commit", "project_commit") if name in versions}
-    packages = versions.get("packages")
-    found |= packages if isinstance(packages, dict) else {}
-    return {str(name).replace("_", " "): str(value) for name, value in found.items()}
 
 
 def _one_comparison(rows: Sequence[Row]) -> bool:

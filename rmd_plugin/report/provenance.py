@@ -13,9 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-#: packages whose versions are worth keeping, where they are installed
+from rmd_plugin import __version__
+
+#: further packages whose versions are worth keeping, where they are installed
 PACKAGES = (
-    "rmd-plugin", "torch", "pytorch-ood", "pytorch-lightning", "lightning", "torchmetrics", "nflows", "hydra-core",
+    "torch", "pytorch-ood", "pytorch-lightning", "lightning", "torchmetrics", "nflows", "hydra-core",
     "omegaconf", "numpy", "scipy", "scikit-learn", "matplotlib", "torchvision", "timm", "open-clip-torch",
     "transformers", "hydra-joblib-launcher", "hydra-submitit-launcher",
 )  # fmt: skip
@@ -24,18 +26,9 @@ PACKAGES = (
 def current_command(program: str | None = None) -> str:
     """The command that repeats this run, as one would type it.
 
-    Inside a Hydra job of a sweep these are the job's own overrides, not those of the whole sweep. A launcher's worker
-    process does not know the name of the program, so a command that can be swept gives it.
+    A launcher's worker process does not know the name of the program, so a command that can be swept gives it.
     """
-    return shlex.join([*([program] if program else _program()), *job_arguments()])
-
-
-def _program() -> list[str]:
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    if spec is not None and spec.name:
-        return ["python", "-m", spec.name.removesuffix(".__main__")]
-    name = os.path.basename(sys.argv[0])
-    return ["python", sys.argv[0]] if name.endswith(".py") else [name or "python"]
+    return shlex.join([program or os.path.basename(sys.argv[0]), *job_arguments()])
 
 
 def job_arguments() -> list[str]:
@@ -55,7 +48,7 @@ def collect_versions() -> dict[str, Any]:
     """Versions of python, of the packages and of the code, and the platform."""
     found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
     found["packages"] = dict(_packages())
-    commit, project = _commit(Path(__file__).parent), _commit(Path.cwd())
+    commit, project = git_commit(Path(__file__).parent), git_commit(Path.cwd())
     if commit:
         found["commit"] = commit
     if project and project != commit:
@@ -66,23 +59,14 @@ def collect_versions() -> dict[str, Any]:
 # asked once: what a process runs is what it began with, whatever is installed or committed meanwhile
 @functools.cache
 def _packages() -> dict[str, str]:
-    packages = {}
+    packages = {"rmd-plugin": __version__}  # known in a checkout that is not installed, too
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
-    if "rmd-plugin" not in packages:
-        # not installed: run from a checkout
-        from rmd_plugin import __version__
-
-        packages = {"rmd-plugin": __version__, **packages}
     return packages
 
 
 @functools.cache
-def _commit(folder: Path) -> str | None:
-    return git_commit(folder)
-
-
 def git_commit(folder: Path) -> str | None:
     """Commit of the checkout that tracks files in a folder, with ``+changes`` if files differ from it; None without."""
 

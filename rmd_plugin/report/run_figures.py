@@ -13,10 +13,10 @@ from matplotlib.ticker import MaxNLocator
 
 from rmd_plugin.compare.rows import AUROC
 from rmd_plugin.report import style
-from rmd_plugin.report.directions import Directions, Profile
 from rmd_plugin.report.figures import set_colours
 from rmd_plugin.report.names import label
-from rmd_plugin.report.scores import ID
+from rmd_plugin.report.scores import ID, Directions, Profile
+from rmd_plugin.report.tables import set_title
 
 #: name that the monitor gives to the mean over the OOD sets
 MEAN = "mean"
@@ -25,36 +25,36 @@ _SIZE = (6.4, 4.2)
 _LINEAR = 40
 
 
-def history_sets(history: Sequence[Mapping[str, Any]], metric: str = AUROC) -> list[str]:
-    """OOD sets that have curves of a metric, their mean first; of one set the mean is the same curve and left out."""
-    sets = list(dict.fromkeys(str(row["ood"]) for row in history if row["metric"] == metric and row["ood"]))
+def history_sets(history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """OOD sets that have curves of AUROC, their mean first; of one set the mean is the same curve and left out."""
+    sets = list(dict.fromkeys(str(row["ood"]) for row in history if row["metric"] == AUROC and row["ood"]))
     if len(sets) == 2:
         sets = [name for name in sets if name != MEAN]
     return sorted(sets, key=lambda name: name != MEAN)
+
+
+def history_title(ood: str, distances: Mapping[str, str]) -> str:
+    """Heading of the curves on an OOD set, or of their mean."""
+    return "mean over the OOD sets" if ood == MEAN else set_title(ood, distances)
 
 
 def epochs_figure(
     history: Sequence[Mapping[str, Any]],
     sets: Sequence[str] | None = None,
     *,
-    metric: str = AUROC,
     detectors: Sequence[str] | None = None,
-    titles: Mapping[str, str] | None = None,
+    distances: Mapping[str, str] | None = None,
 ) -> Figure:
-    """A metric over the epochs, one panel per OOD set, one line per detector, named at its end.
+    """AUROC over the epochs, one panel per OOD set, one line per detector, named at its end; a gap where it is missing.
 
     Args:
         history: rows with epoch, step, detector, ood, metric and value, as a monitor keeps them.
         sets: the OOD sets, or ``mean``; by default :func:`history_sets`.
-        metric: the metric.
         detectors: those that have a colour, as far as there are enough; by default as they appear. The others are grey.
-        titles: OOD set -> heading of its panel, by default its name.
-
-    Returns:
-        The figure. A missing value is a gap in its line.
+        distances: OOD set -> ``near`` or ``far``, for its heading.
     """
-    sets = history_sets(history, metric) if sets is None else sets
-    rows = [row for row in history if row["ood"] in sets and row["metric"] == metric]
+    sets = history_sets(history) if sets is None else sets
+    rows = [row for row in history if row["ood"] in sets and row["metric"] == AUROC]
     found = list(dict.fromkeys(str(row["detector"]) for row in rows))
     named = [name for name in (found if detectors is None else detectors) if name in found][: len(style.CYCLE)]
     # several validations within an epoch need a finer scale
@@ -77,8 +77,7 @@ def epochs_figure(
             axes.margins(x=0.03)
             if by_epoch:
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-            title = (titles or {}).get(ood, "mean over the OOD sets" if ood == MEAN else ood)
-            _finish(axes, "epoch" if by_epoch else "step", f"{metric} (%)", title, ends)
+            _finish(axes, "epoch" if by_epoch else "step", "AUROC (%)", history_title(ood, distances or {}), ends)
     return figure
 
 
@@ -140,8 +139,7 @@ def partial_sums_figure(directions: Directions, ood: str, *, title: str = "") ->
 
 
 def _finish(axes: Axes, x: str, y: str, title: str, ends: Sequence[tuple[float, str, str]]) -> None:
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set(xlabel=x, ylabel=y)
     style.quiet_grid(axes, axis="y")
     style.name_ends(axes, ends)
     if title:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
+import yaml  # type: ignore[import-untyped]
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.compare.rows import SECONDS, Row, read_rows, write_rows
-from rmd_plugin.report.directions import Profile, read_directions, write_directions
 from rmd_plugin.report.provenance import collect_versions, current_command
-from rmd_plugin.report.scores import read_scores, write_scores
+from rmd_plugin.report.scores import Profile, read_directions, read_scores, write_directions, write_scores
 
 CONFIG = "config.yaml"  # resolved: a run can be repeated from it
 ROWS = "rows.csv"  # the results, one number per line: a run that is repeated gives the same bytes
@@ -39,7 +39,11 @@ REPORT = "report.html"  # the page about the run
 State = Literal["running", "done", "failed", "interrupted"]
 Identity = Mapping[str, str | int]
 
-_HISTORY_COLUMNS = ("stage", "epoch", "step", "detector", "ood", "metric", "value")
+#: columns of the history, and how each is read
+_HISTORY_COLUMNS: Mapping[str, Callable[[str], Any]] = {
+    "stage": str, "epoch": int, "step": int, "detector": str, "ood": str, "metric": str,
+    "value": lambda text: float(text or "nan"),
+}  # fmt: skip
 
 
 class RunFolderError(ValueError):
@@ -48,24 +52,17 @@ class RunFolderError(ValueError):
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How a run stands.
-
-    Attributes:
-        state: ``running``, ``done``, ``failed`` or ``interrupted`` (by Ctrl-C).
-        reason: why it failed, on one line.
-        about: what the run is, known before it has rows: ``benchmark``, ``backbone``, ``seed``.
-        started: when, in ISO format with time zone.
-        ended: when, or empty.
-        host: name of the machine.
-        pid: process that writes the folder.
-    """
+    """How a run stands; times in ISO format with time zone, empty where they are not known."""
 
     state: State
+    #: why it failed, on one line
     reason: str = ""
+    #: what the run is, known before it has rows: ``benchmark``, ``backbone``, ``seed``
     about: Identity = field(default_factory=dict)
     started: str = ""
     ended: str = ""
     host: str = ""
+    #: process that writes the folder
     pid: int = 0
 
     @property
@@ -84,10 +81,8 @@ class RunStatus:
             return False
         try:
             os.kill(self.pid, 0)  # signal 0 asks only whether the process exists
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, ProcessLookupError)
         return False
 
 
@@ -152,10 +147,10 @@ class RunFolder:
         self.finish()
 
     def start(self, *, config: Any = None, about: Identity | None = None, command: str | None = None) -> None:
-        """Write config, versions and the status ``running``. See :meth:`running`."""
+        """Write config, command and versions, and the status ``running``. See :meth:`running`."""
         if config is not None:
             self.write_config(config)
-        self.write_versions(command=command)
+        self._write_json(VERSIONS, {"command": command or current_command(), **collect_versions()})
         self._write_status(
             RunStatus("running", about=about or {}, started=_now(), host=socket.gethostname(), pid=os.getpid())
         )
@@ -174,7 +169,7 @@ class RunFolder:
 
     def read_status(self) -> RunStatus:
         """How the run stands. FileNotFoundError if it has not written it, RunFolderError if the file is damaged."""
-        found = self._read_json(STATUS)
+        found = self._read_mapping(STATUS)
         state = found.get("state")
         if state not in get_args(State):
             raise RunFolderError(
@@ -199,35 +194,18 @@ class RunFolder:
 
     def read_config(self) -> dict[str, Any]:
         """The config as plain data; empty if there is none. Nothing in it is resolved or executed."""
-        import yaml  # type: ignore[import-untyped]
-
-        try:
-            found = yaml.safe_load(self.read_text(CONFIG))
-        except yaml.YAMLError as error:
-            raise RunFolderError(f"{self.file(CONFIG)} is not YAML: {_one_line(error)}") from error
-        if found is not None and not isinstance(found, dict):
-            raise RunFolderError(f"{self.file(CONFIG)} must hold a mapping, got {type(found).__name__}.")
-        return found or {}
-
-    def read_text(self, name: str) -> str:
-        """Text of a file, empty if it is not there."""
-        try:
-            return self.file(name).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return ""
-        except UnicodeDecodeError as error:
-            raise RunFolderError(f"{self.file(name)} is not a text file (byte {error.start}).") from error
-
-    def write_versions(self, *, command: str | None = None) -> None:
-        """Write the command (by default :func:`current_command`) and the versions of everything that takes part."""
-        self._write_json(VERSIONS, {"command": command or current_command(), **collect_versions()})
+        return self._read_mapping(CONFIG) if self.file(CONFIG).exists() else {}
 
     def read_versions(self) -> dict[str, Any]:
-        """What :meth:`write_versions` wrote; empty if there is none."""
+        """The command and the versions of everything that took part; empty if there are none."""
+        return self._read_mapping(VERSIONS) if self.file(VERSIONS).exists() else {}
+
+    def read_text(self, name: str) -> str:
+        """Text of a file. FileNotFoundError if it is not there, RunFolderError if it is no text."""
         try:
-            return self._read_json(VERSIONS)
-        except FileNotFoundError:
-            return {}
+            return self.file(name).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise RunFolderError(f"{self.file(name)} is not a text file (byte {error.start}).") from error
 
     def write_rows(self, rows: Iterable[Row]) -> None:
         """Write the results, and apart from them the rows that are times."""
@@ -246,13 +224,11 @@ class RunFolder:
     def write_history(self, history: Iterable[Mapping[str, Any]]) -> None:
         """Write ``OODMonitor.history``: rows with stage, epoch, step, detector, ood, metric and value, and no more."""
         with replacing(self._target(HISTORY), newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(_HISTORY_COLUMNS)
+            writer = csv.DictWriter(file, list(_HISTORY_COLUMNS), extrasaction="ignore", lineterminator="\n")
+            writer.writeheader()
+            # csv writes a float as the shortest text that reads back to the same bits
             for row in history:
-                value = float(row["value"])
-                # repr is the shortest text that reads back to the same bits
-                cells = [row.get(name, "") for name in _HISTORY_COLUMNS[:-1]]
-                writer.writerow([*cells, "" if math.isnan(value) else repr(value)])
+                writer.writerow({**row, "value": "" if math.isnan(row["value"]) else float(row["value"])})
 
     def read_history(self) -> list[dict[str, Any]]:
         """What :meth:`write_history` wrote; empty if there is none."""
@@ -263,7 +239,7 @@ class RunFolder:
                 missing = [name for name in _HISTORY_COLUMNS if name not in (reader.fieldnames or ())]
                 if missing:
                     raise ValueError(f"it lacks the columns {', '.join(missing)}")
-                return [_parse_history(record) for record in reader]
+                return [{name: parse(record[name]) for name, parse in _HISTORY_COLUMNS.items()} for record in reader]
         except FileNotFoundError:
             return []
         except (ValueError, KeyError, TypeError, csv.Error) as error:
@@ -278,10 +254,7 @@ class RunFolder:
         return read_scores(self.file(SCORES)) if self.file(SCORES).exists() else {}
 
     def write_directions(self, contributions: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Write what the directions of a detector contribute, summarised over the samples.
-
-        ``contributions``: detector -> set -> terms of shape (N, r), as ``detector.contributions(z)`` gives them.
-        """
+        """Summarise and write contributions: detector -> set -> terms (N, r) as ``detector.contributions(z)`` gives."""
         write_directions(contributions, self._target(DIRECTIONS))
 
     def read_directions(self) -> dict[str, dict[str, Profile]]:
@@ -299,15 +272,16 @@ class RunFolder:
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         self._write_text(name, json.dumps(content, indent=2) + "\n")
 
-    def _read_json(self, name: str) -> dict[str, Any]:
-        path = self.file(name)
+    def _read_mapping(self, name: str) -> dict[str, Any]:
+        text = self.read_text(name)
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise RunFolderError(f"{path} is not JSON: {_one_line(error)}") from error
-        if not isinstance(found, dict):
-            raise RunFolderError(f"{path} must hold an object, got {type(found).__name__}.")
-        return found
+            found = yaml.safe_load(text) if name == CONFIG else json.loads(text)
+        except (ValueError, yaml.YAMLError) as error:
+            language = "YAML" if name == CONFIG else "JSON"
+            raise RunFolderError(f"{self.file(name)} is not {language}: {' '.join(str(error).split())}") from error
+        if found is not None and not isinstance(found, dict):
+            raise RunFolderError(f"{self.file(name)} must hold a mapping, got {type(found).__name__}.")
+        return found or {}
 
 
 def describe_error(error: BaseException) -> str:
@@ -320,15 +294,5 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _parse_history(record: Mapping[str, str]) -> dict[str, Any]:
-    parsed: dict[str, Any] = {name: record[name] for name in ("stage", "detector", "ood", "metric")}
-    parsed |= {name: int(record[name]) for name in ("epoch", "step")}
-    return {**parsed, "value": float(record["value"] or "nan")}
-
-
 def _now() -> str:
     return datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds")
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())

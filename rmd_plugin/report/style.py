@@ -6,9 +6,10 @@ Figures are made by matplotlib's object interface with the Agg canvas; ``matplot
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from matplotlib.patheffects import withStroke
 from matplotlib.text import Text
 
 from rmd_plugin.atomic import replacing
-from rmd_plugin.report.names import CYCLE, DASHES, LABELS, PALETTE, colour, label, line_style
+from rmd_plugin.report.names import CYCLE, DASHES, PALETTE, colour, detector_style, label
 
 __all__ = [
-    "BODY", "CYCLE", "DASHES", "DISTANCE_COLOURS", "ID_COLOUR", "LABELS", "PALETTE", "QUIET", "SLIDE", "SMALL", "TITLE",
+    "BODY", "CYCLE", "DASHES", "DISTANCE_COLOURS", "ID_COLOUR", "PALETTE", "QUIET", "SLIDE", "SMALL", "TITLE",
     "colour", "detector_style", "house_style", "label", "name_ends", "new_figure", "new_panels", "outline", "publish",
     "quiet_grid", "save_figure",
 ]  # fmt: skip
@@ -59,17 +60,9 @@ _SETTINGS: dict[Any, Any] = {
 }
 
 
-def detector_style(detector: str) -> dict[str, Any]:
-    """How the line of a detector is drawn in every figure: ``color`` and ``linestyle`` for ``axes.plot``."""
-    colour, dash = line_style(detector)
-    return {"color": colour, "linestyle": dash}
-
-
-@contextmanager
-def house_style() -> Iterator[None]:
+def house_style() -> AbstractContextManager[None]:
     """Settings for making and saving a figure; the caller's own come back afterwards."""
-    with rc_context(_SETTINGS):
-        yield
+    return rc_context(_SETTINGS)
 
 
 def new_figure(size: tuple[float, float] = SLIDE) -> Figure:
@@ -79,11 +72,15 @@ def new_figure(size: tuple[float, float] = SLIDE) -> Figure:
     return figure
 
 
-def new_panels(count: int, size: tuple[float, float], columns: int = 1) -> tuple[Figure, list[Axes]]:
+def new_panels(
+    count: int, size: tuple[float, float], columns: int = 1, *, title: str = ""
+) -> tuple[Figure, list[Axes]]:
     """A figure of equal panels, at most ``columns`` beside each other, each of so many inches."""
     columns = max(min(count, columns), 1)
     lines = max(-(-count // columns), 1)
     figure = new_figure((size[0] * columns, size[1] * lines))
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE)
     grid = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axes in grid[count:]:
         axes.set_axis_off()
@@ -104,23 +101,15 @@ def outline(text: Text) -> None:
 def name_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Names to the right of the panel, at the heights of their lines' ends, moved apart where they would meet.
 
-    Args:
-        axes: the panel.
-        ends: height, name and colour of each line.
+    ``ends`` are height, name and colour of each line.
     """
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top)
     gap = 0.075 * (top - bottom)
-    order = sorted(ends, key=lambda end: end[0])
-    heights = [min(max(value, bottom), top) for value, _, _ in order]
-    for place in range(1, len(heights)):
-        heights[place] = max(heights[place], heights[place - 1] + gap)
-    # what was pushed above the panel comes back down, and pushes the ones below it
-    limit = top
-    for place in reversed(range(len(heights))):
-        heights[place] = min(heights[place], limit)
-        limit = heights[place] - gap
-    for height, (_, name, tint) in zip(heights, order, strict=True):
+    height = -math.inf
+    for place, (value, name, tint) in enumerate(sorted(ends, key=lambda end: end[0]), start=1):
+        # above the one before, with room for those to come
+        height = min(max(value, bottom, height + gap), top - gap * (len(ends) - place))
         text = axes.annotate(
             name, (1.015, height), xycoords=("axes fraction", "data"), color=tint, va="center", fontsize=SMALL,
             fontweight="bold", annotation_clip=False,
@@ -132,12 +121,12 @@ def save_figure(
     figure: Figure, stem: str | os.PathLike[str], *, formats: tuple[str, ...] = ("png", "pdf")
 ) -> list[Path]:
     """Write a figure as ``stem.png`` and so on, and return the files. Equal figures give equal files."""
-    # without a date
+    logging.getLogger("fontTools").setLevel(logging.WARNING)  # the PDF writer tells about every font table
     undated: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     paths = []
     for suffix in formats:
         path = Path(f"{os.fspath(stem)}.{suffix}")
-        with house_style(), _quiet("fontTools"), replacing(path, "wb") as file:
+        with house_style(), replacing(path, "wb") as file:
             figure.savefig(file, format=suffix, dpi=160, metadata=undated.get(suffix))
         paths.append(path)
     return paths
@@ -156,23 +145,10 @@ def publish(
             save_figure(figure, folder / name, formats=("png",))
         for logger in loggers:
             key = f"{prefix}/{name}"
-            if hasattr(logger, "log_image"):
-                canvas = FigureCanvasAgg(figure)
-                with house_style():
+            with house_style():
+                if hasattr(logger, "log_image"):
+                    canvas = FigureCanvasAgg(figure)
                     canvas.draw()
-                logger.log_image(key, [np.asarray(canvas.buffer_rgba())], step=step)
-            else:
-                with house_style():
+                    logger.log_image(key, [np.asarray(canvas.buffer_rgba())], step=step)
+                else:
                     logger.experiment.add_figure(key, figure, global_step=step, close=False)
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Keep a library's remarks out of the log: the PDF writer tells about every font table."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

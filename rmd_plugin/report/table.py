@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rmd_plugin.report.document import render
@@ -13,8 +13,6 @@ from rmd_plugin.report.names import label as detector_label
 
 if TYPE_CHECKING:
     from rich.console import Group
-
-Align = Literal["left", "right"]
 
 
 @dataclass(frozen=True)
@@ -32,18 +30,12 @@ MISSING = Cell("–")
 
 @dataclass(frozen=True)
 class Column:
-    """Head of a column.
-
-    Attributes:
-        title: its name.
-        align: side on which its cells stand.
-        detail: small print beside the name, for example a unit.
-        wrap: break its cells anywhere where a page is narrow: for paths, which may be long and hold no space.
-    """
+    """Head of a column, with small print beside its title, for example a unit."""
 
     title: str
-    align: Align = "right"
+    align: Literal["left", "right"] = "right"
     detail: str = ""
+    #: break its cells anywhere where a page is narrow: for paths, which may be long and hold no space
     wrap: bool = False
 
 
@@ -54,7 +46,7 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     title: str = ""
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows):
@@ -74,7 +66,7 @@ class DetectorTable:
         self._columns.append(column)
         self._cells.append(cells)
 
-    def finish(self, title: str, notes: Sequence[str]) -> Table:
+    def finish(self, title: str, notes: Sequence[str] = ()) -> Table:
         """The table so far."""
         return Table(self._columns, list(zip(*self._cells, strict=True)), title=title, notes=notes)
 
@@ -150,11 +142,7 @@ def to_latex(table: Table, *, label: str = "") -> str:
 
 
 def to_html(table: Table) -> str:
-    """The table as an HTML fragment without style: ``<figure class="table">`` with caption, table and notes.
-
-    Classes for a style sheet: ``best`` (bold cells), ``detail`` (small print), ``left`` (names), ``wrap`` (long
-    paths), ``notes``, ``scroll`` (what a narrow screen scrolls).
-    """
+    """The table as an HTML fragment without style; its classes for a style sheet stand in ``templates/table.html``."""
     return render("table.html", table=table)
 
 

@@ -21,23 +21,17 @@ def comparison_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def near_far_means(rows: Iterable[Row], metric: str = AUROC) -> dict[str, dict[str, float]]:
-    """Mean of a metric over the near, the far and all OOD sets of one benchmark, backbone and seed.
+    """Mean of a metric over the OOD sets of one comparison: detector -> ``near``, ``far`` and ``all`` -> mean.
 
-    Returns:
-        detector -> ``near``, ``far`` and ``all`` -> mean; NaN where there is no such set or one of them failed.
+    It is NaN where there is no such set or one of them failed.
     """
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.metric == metric and row.detector and row.ood:
-            found.setdefault(row.detector, []).append(row)
-    return {
-        detector: {
-            "near": mean([row.value for row in mine if row.distance == "near"]),
-            "far": mean([row.value for row in mine if row.distance == "far"]),
-            "all": mean([row.value for row in mine]),
-        }
-        for detector, mine in found.items()
-    }
+    rows = [row for row in rows if row.metric == metric and row.detector and row.ood]
+
+    def average(detector: str, *distances: str) -> float:
+        return mean([row.value for row in rows if row.detector == detector and row.distance in distances])
+
+    kinds = {"near": ("near",), "far": ("far",), "all": ("near", "far", "")}
+    return {name: {kind: average(name, *kinds[kind]) for kind in kinds} for name in unique(rows, "detector")}
 
 
 def ranking(rows: Iterable[Row]) -> list[str]:
@@ -83,11 +77,8 @@ def _comparison_table(rows: list[Row], benchmark: str, backbone: str, seed: int)
 
 def ood_sets(rows: Iterable[Row]) -> dict[str, str]:
     """OOD sets that detectors were rated on, in the order of the rows -> ``near``, ``far`` or empty."""
-    found: dict[str, str] = {}
-    for row in rows:
-        if row.metric == AUROC and row.ood:
-            found.setdefault(row.ood, row.distance)
-    return found
+    found = [row for row in rows if row.metric == AUROC]
+    return {name: next(row.distance for row in found if row.ood == name) for name in unique(found, "ood")}
 
 
 def set_title(name: str, distances: Mapping[str, str]) -> str:

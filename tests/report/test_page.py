@@ -15,10 +15,10 @@ from pytorch_ood.metrics import functional as metrics
 
 from rmd_plugin import RMD, Mahalanobis
 from rmd_plugin.compare.rows import Row
-from rmd_plugin.report.directions import read_directions, summarise_directions, write_directions
 from rmd_plugin.report.page import render_report, write_report
 from rmd_plugin.report.run_figures import contributions_figure, epochs_figure, partial_sums_figure
 from rmd_plugin.report.run_folder import RunFolder
+from rmd_plugin.report.scores import read_directions, summarise_directions, write_directions
 from rmd_plugin.report.style import colour
 
 SETS = {"blobs": "near", "noise": "far"}

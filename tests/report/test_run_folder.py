@@ -125,7 +125,6 @@ def test_versions_name_the_packages_that_take_part():
 
 def test_the_command_is_what_one_would_type(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/rmd-train", "benchmark=digits", "detector=[rmd,knn]"])
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert current_command() == "rmd-train benchmark=digits 'detector=[rmd,knn]'"
     assert current_command("other").startswith("other ")
 
@@ -137,7 +136,7 @@ def test_the_commit_is_that_of_the_checkout_which_tracks_the_folder(tmp_path):
         done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
-    assert git_commit(tmp_path) is None
+    assert git_commit.__wrapped__(tmp_path) is None
     git("init", "-q")
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside" / "file").write_text("1")
@@ -146,10 +145,10 @@ def test_the_commit_is_that_of_the_checkout_which_tracks_the_folder(tmp_path):
     git("add", "inside")
     git("commit", "-q", "-m", "first")
     head = git("rev-parse", "HEAD")
-    assert git_commit(tmp_path / "inside") == head
-    assert git_commit(tmp_path / "environment") is None
+    assert git_commit.__wrapped__(tmp_path / "inside") == head
+    assert git_commit.__wrapped__(tmp_path / "environment") is None
     (tmp_path / "inside" / "file").write_text("2")
-    assert git_commit(tmp_path / "inside") == head + "+changes"
+    assert git_commit.__wrapped__(tmp_path / "inside") == head + "+changes"
 
 
 def test_a_run_folder_and_a_table_import_nothing_heavy():
