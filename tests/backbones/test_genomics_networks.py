@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from rmd_plugin.app.training import Classifier
+from rmd_plugin.app.classifier import Classifier
 from rmd_plugin.backbones.genomics import PAD_BASE, GenomicsBERT, GenomicsCNN, one_hot
 from rmd_plugin.backbones.small import SmallCNN
 from rmd_plugin.backbones.stages import MaskedTokenPretraining
