@@ -39,7 +39,7 @@ def test_a_download_from_a_silent_server_ends_and_leaves_nothing(
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        with pytest.raises(error, match="timed out.*Download it by hand"):
+        with pytest.raises(error, match=r"timed out.*Download it by hand"):
             start(f"http://127.0.0.1:{silent.getsockname()[1]}/file", tmp_path)
     assert socket.getdefaulttimeout() is None
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
