@@ -18,13 +18,7 @@ PROBE_SECONDS = 4.0
 
 
 class WeightsNotFoundError(FileNotFoundError):
-    """Weights lie in none of the places looked in; the message lists them on one line.
-
-    Args:
-        what: the weights that were wanted.
-        looked_in: every place tried, each with the reason why it did not serve.
-        remedy: what to do about it.
-    """
+    """Weights lie in none of the places looked in; the message lists them on one line, each with its reason."""
 
     def __init__(
         self,
@@ -33,7 +27,6 @@ class WeightsNotFoundError(FileNotFoundError):
         remedy: str = "Give checkpoint=path to a downloaded file, or pretrained=false to start untrained.",
     ) -> None:
         super().__init__(" ".join(f"{what} not found; looked in: {'; '.join(looked_in)}. {remedy}".split()))
-        self.looked_in = tuple(looked_in)
 
 
 def package_folder(distribution: str) -> Path | None:
@@ -107,11 +100,7 @@ def url_file(url: str) -> Path:
 
 
 def find_checkpoint(checkpoint: str | os.PathLike[str], *, option: str = "checkpoint") -> Path:
-    """Locate a checkpoint file: the path as given, then relative to ``RMD_DATA_DIR``.
-
-    Args:
-        checkpoint: the path.
-        option: the option that the path was given to, for the message.
+    """Locate the file that was given to an option: the path as it is, then relative to ``RMD_DATA_DIR``.
 
     Raises:
         WeightsNotFoundError: if it is in neither place.
