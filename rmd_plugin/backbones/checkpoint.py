@@ -119,7 +119,7 @@ def match_names(
 
 
 def check_fit(matched: Matched, wanted: Mapping[str, Tensor], *, path: Path, what: str) -> None:
-    """Refuse a checkpoint without exactly the ``wanted`` weights of ``what``, with counts and examples of the faults."""
+    """Refuse a checkpoint without exactly the ``wanted`` weights of ``what``, with count and examples of each fault."""
     # a step counter that old files lack and inference never reads
     missing = [n for n in wanted if n not in matched.state and not n.endswith("num_batches_tracked")]
     shapes = [

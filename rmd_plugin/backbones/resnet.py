@@ -4,6 +4,7 @@ WRN-28-10 is the paper's choice for CIFAR.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ class _Encoder(nn.Module):
         self.conv1 = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.groups = [f"layer{i}" for i in range(1, len(blocks) + 1)]
-        groups = _groups(lambda *sizes: _Block(*sizes, shortcut), widths[0], blocks, widths)
+        groups = _groups(partial(_Block, shortcut=shortcut), widths[0], blocks, widths)
         for name, group in zip(self.groups, groups, strict=True):
             self.add_module(name, group)
         init_convolutions(self)
@@ -174,7 +175,7 @@ class _WideEncoder(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, 16, 3, padding=1, bias=False)
         widths = [16 * width, 32 * width, 64 * width]
-        groups = _groups(lambda *sizes: _WideBlock(*sizes, dropout), 16, [(depth - 4) // 6] * 3, widths)
+        groups = _groups(partial(_WideBlock, dropout=dropout), 16, [(depth - 4) // 6] * 3, widths)
         self.block1, self.block2, self.block3 = groups
         self.bn1 = nn.BatchNorm2d(64 * width)
         init_convolutions(self)
