@@ -9,12 +9,7 @@ class MissingExtraError(ImportError):
 
 
 def missing_extra(package: str, extra: str, *, needed_by: str = "this") -> MissingExtraError:
-    """The error for a package that is not installed.
-
-    Args:
-        package: its import name.
-        extra: name of the extra of rmd-plugin that installs it.
-        needed_by: the choice that needs it.
+    """The error for a package that is not installed, though a choice of the user needs it.
 
     Example:
         >>> print(missing_extra("timm", "vision", needed_by="backbone=timm"))
@@ -29,11 +24,7 @@ checkout pip install -e ".[vision]"
 
 
 def require(module: str, extra: str, *, needed_by: str = "this") -> Any:
-    """Import an optional module, or say which extra brings it.
-
-    Raises:
-        MissingExtraError: the package is not installed.
-    """
+    """Import an optional module, or raise the error that says which extra brings it."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -6,15 +6,7 @@ from importlib import import_module
 
 
 def lazy_names(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package that resolves its public names on first use.
-
-    Args:
-        package: its ``__name__``.
-        names: public name -> module of the package that defines it.
-
-    Returns:
-        The two functions.
-    """
+    """The ``__getattr__`` and ``__dir__`` of a package, given its public names and the modules that define them."""
 
     def find(name: str) -> object:
         if name not in names:

@@ -26,7 +26,7 @@ _EXPORTS = {
     "Timm": "vision",
     "TorchVision": "vision",
     "WeightsNotFoundError": "fetch",
-    "WideResNet": "wide_resnet",
+    "WideResNet": "resnet",
 }
 
 __all__ = [*_EXPORTS]
@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     from rmd_plugin.backbones.efficientnet import EfficientNetLite0
     from rmd_plugin.backbones.fetch import WeightsNotFoundError
     from rmd_plugin.backbones.genomics import GenomicsBERT, GenomicsCNN
-    from rmd_plugin.backbones.resnet import ResNet
+    from rmd_plugin.backbones.resnet import ResNet, WideResNet
     from rmd_plugin.backbones.small import MLP, Identity, SmallCNN
     from rmd_plugin.backbones.stages import MaskedTokenPretraining
     from rmd_plugin.backbones.text import BERT
     from rmd_plugin.backbones.vision import OpenCLIP, Timm, TorchVision
-    from rmd_plugin.backbones.wide_resnet import WideResNet
 
 __getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

@@ -178,27 +178,28 @@ class Backbone(nn.Module):
             matched.state["head.weight"] = weight = weight.flatten(1)
         with_head = load_head and weight is not None
         if weight is not None and with_head:
-            if self.num_classes is None:
-                self.reset_head(weight.shape[0])
-            elif self.num_classes != weight.shape[0]:
-                raise CheckpointError(
-                    f"{path} was trained on {weight.shape[0]} classes, num_classes is {self.num_classes}. "
-                    f"Pass num_classes={weight.shape[0]} (or null) for its head, or load_head=false for a new one "
-                    "(pretrained_head=false where the weights came with the backbone)."
-                )
+            self._make_room(len(weight), path)
         own = self.state_dict()
         wanted = {name: own[name] for name in own if with_head or not name.startswith("head.")}
-        check_fit(matched, wanted, path=path, what=self.describe())
+        sizes = ", ".join(f"{name}={value}" for name, value in self.architecture.items())
+        check_fit(matched, wanted, path=path, what=f"{type(self).__name__}({sizes})")
         self.load_state_dict({name: matched.state[name] for name in wanted if name in matched.state}, strict=False)
         self.head_loaded = with_head
+
+    def _make_room(self, classes: int, source: object) -> None:
+        """A head of as many classes as the pre-trained one has, which is refused where another number is wanted."""
+        if self.num_classes is None:
+            self.reset_head(classes)
+        elif self.num_classes != classes:
+            raise CheckpointError(
+                f"{source} was trained on {classes} classes, num_classes is {self.num_classes}. "
+                f"Pass num_classes={classes} (or null) for its head, or load_head=false for a new one "
+                "(pretrained_head=false where the weights came with the backbone)."
+            )
 
     def rename_key(self, name: str) -> str:
         """Translate an encoder name of another project's checkpoint; here it stays as it is."""
         return name
-
-    def describe(self) -> str:
-        """Class and architecture in a few words, for messages."""
-        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in self.architecture.items())})"
 
     def fingerprint(self) -> str:
         """Hash of everything that decides the output (weights, architecture, test transform), as 64 hexadecimal digits.
@@ -223,14 +224,7 @@ class Backbone(nn.Module):
 def as_backbone(module: nn.Module) -> Backbone:
     """A plain module with ``.encoder`` and ``.head`` as a backbone, with its transforms if it has any.
 
-    Args:
-        module: any module; its ``head`` is a linear layer, or ``None`` or missing where there are only features.
-
-    Returns:
-        A backbone of the same encoder and head; a head that it brings counts as trained. Backbones stay as they are.
-
-    Raises:
-        ValueError: if it has no encoder, or a head of another kind.
+    Its head counts as trained, and may be missing where there are only features. Backbones stay as they are.
     """
     if isinstance(module, Backbone):
         return module

@@ -25,13 +25,9 @@ class CheckpointError(ValueError):
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint, name to tensor on the CPU: the one place where backbones open such files.
+    """Tensors by name, on the CPU, of a plain state_dict, a Lightning checkpoint or a safetensors file.
 
-    The file is a plain state_dict, a Lightning checkpoint, or a safetensors file. Anything beyond tensors and plain
-    containers is refused, never executed.
-
-    Raises:
-        CheckpointError: if the file is damaged, holds Python objects, or holds no tensors.
+    Anything beyond tensors and plain containers is refused with a CheckpointError, never executed.
     """
     kind, load = "checkpoint", functools.partial(torch.load, map_location="cpu", weights_only=True)
     if path.suffix == ".safetensors":
@@ -65,19 +61,12 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Matched:
-    """Weights of a checkpoint under the names of a backbone.
+    """Weights of a checkpoint under the names of a backbone."""
 
-    Attributes:
-        state: own name (``encoder...`` or ``head...``) to tensor.
-        prefix: what stood before every name in the file, for example ``model.``.
-        unexpected: names inside the network that the backbone does not have.
-        ignored: names of other parts of the file (losses, metrics, other towers).
-    """
-
-    state: dict[str, Tensor]
-    prefix: str
-    unexpected: list[str]
-    ignored: list[str]
+    state: dict[str, Tensor]  #: own name (``encoder...`` or ``head...``) to tensor
+    prefix: str  #: what stood before every name in the file, for example ``model.``
+    unexpected: list[str]  #: names inside the network that the backbone does not have
+    ignored: list[str]  #: names of other parts of the file (losses, metrics, other towers)
 
 
 def match_names(
@@ -107,18 +96,14 @@ def match_names(
             return f"encoder.{rename(bare)}"
         return None
 
-    sizes: Counter[str] = Counter([""] * len(state))
+    hits: Counter[str] = Counter()
     for name in state:
-        pieces = name.split(".")[:-1]
-        sizes.update(".".join(pieces[:depth]) + "." for depth in range(1, min(len(pieces), 5) + 1))
-    prefix, most = "", -1
+        pieces = name.split(".")
+        for depth in range(min(len(pieces), 6)):
+            if translate(".".join(pieces[depth:])) is not None:
+                hits["".join(f"{piece}." for piece in pieces[:depth])] += 1
     # the shortest prefix wins a tie, so that a file that fits as it is keeps its names
-    for candidate in sorted(sizes, key=lambda p: (-sizes[p], len(p), p)):
-        if sizes[candidate] <= most:
-            break  # no later one has enough names to do better
-        hits = sum(n.startswith(candidate) and translate(n[len(candidate) :]) is not None for n in state)
-        if hits > most:
-            prefix, most = candidate, hits
+    prefix = min(hits, key=lambda p: (-hits[p], len(p), p), default="")
 
     matched = Matched({}, prefix, [], [])
     for name, tensor in state.items():
@@ -134,11 +119,7 @@ def match_names(
 
 
 def check_fit(matched: Matched, wanted: Mapping[str, Tensor], *, path: Path, what: str) -> None:
-    """Refuse a checkpoint that does not hold exactly the ``wanted`` weights of the network ``what``.
-
-    Raises:
-        CheckpointError: with counts and examples of what is missing, left over, or of another shape.
-    """
+    """Refuse a checkpoint without exactly the ``wanted`` weights of ``what``, with count and examples of each fault."""
     # a step counter that old files lack and inference never reads
     missing = [n for n in wanted if n not in matched.state and not n.endswith("num_batches_tracked")]
     shapes = [

@@ -1,7 +1,6 @@
 """EfficientNet-Lite0 with the ImageNet weights that a package of the index carries: real features without a hub."""
 
 import re
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -95,8 +94,6 @@ class EfficientNetLite0(Backbone):
         pretrained_head: keep its classifier of the 1000 ImageNet classes too.
         image_size: side of the pictures that the transforms make.
         crop_pct: part of the resized picture that is kept; 0.875 is usual for photographs, 1 for thumbnails.
-        mean: normalisation of pixels in [0, 1], per channel.
-        std: normalisation, per channel.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint comes instead of
             the package.
     """
@@ -108,15 +105,12 @@ class EfficientNetLite0(Backbone):
         pretrained_head: bool = False,
         image_size: int = 224,
         crop_pct: float = 1.0,
-        mean: Sequence[float] = _MEAN,
-        std: Sequence[float] = _STD,
         **shared: Unpack[SharedOptions],
     ) -> None:
         if pretrained and shared.get("checkpoint") is None:
             shared["checkpoint"], shared["load_head"] = _packaged_weights(), pretrained_head
-        super().__init__(
-            _Encoder(), 1280, head_names=("_fc",), **image_transforms(image_size, mean, std, crop_pct), **shared
-        )
+        transforms = image_transforms(image_size, _MEAN, _STD, crop_pct)
+        super().__init__(_Encoder(), 1280, head_names=("_fc",), **transforms, **shared)
 
     def rename_key(self, name: str) -> str:
         """Translate the names of the package, whose parts begin with an underscore."""

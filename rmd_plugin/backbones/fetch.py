@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,21 +10,15 @@ from urllib.parse import urlsplit
 
 import torch
 
+from rmd_plugin.downloads import DownloadError, download
 from rmd_plugin.extras import require
 
 # the hub's client repeats a failing request for 20 s and more; one short question tells whether it is worth starting
 PROBE_SECONDS = 4.0
-SILENCE_SECONDS = 20.0
 
 
 class WeightsNotFoundError(FileNotFoundError):
-    """Weights lie in none of the places looked in; the message lists them on one line.
-
-    Args:
-        what: the weights that were wanted.
-        looked_in: every place tried, each with the reason why it did not serve.
-        remedy: what to do about it.
-    """
+    """Weights lie in none of the places looked in; the message lists them on one line, each with its reason."""
 
     def __init__(
         self,
@@ -34,7 +27,6 @@ class WeightsNotFoundError(FileNotFoundError):
         remedy: str = "Give checkpoint=path to a downloaded file, or pretrained=false to start untrained.",
     ) -> None:
         super().__init__(" ".join(f"{what} not found; looked in: {'; '.join(looked_in)}. {remedy}".split()))
-        self.looked_in = tuple(looked_in)
 
 
 def package_folder(distribution: str) -> Path | None:
@@ -90,34 +82,25 @@ def hub_file(repo_id: str, filenames: Sequence[str]) -> Path:
 
 
 def url_file(url: str) -> Path:
-    """The file behind an address: from the cache of ``torch.hub``, else downloaded and checked by its name's hash.
+    """The file behind an address: from the cache of ``torch.hub``, else downloaded and checked by the address's hash.
 
     Raises:
         WeightsNotFoundError: if it is neither cached nor to be had from the address.
     """
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlsplit(url).path).name
-    if path.is_file():
-        return path
-    checksum = re.search(r"-([0-9a-f]{8,})\.", path.name)
-    usual = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(SILENCE_SECONDS)  # torch.hub itself would wait for a silent server for ever
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(url, str(path), checksum.group(1) if checksum else None)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the hash does not hold
-        places = [f"{path} (not there)", f"{url} ({getattr(error, 'reason', error)})"]
-        raise WeightsNotFoundError(f"weights {path.name}", places) from error
-    finally:
-        socket.setdefaulttimeout(usual)
+    if not path.is_file():
+        # torch.hub's convention for names, and OpenAI's folder
+        sha256 = re.search(r"(?<=-)[0-9a-f]{8,}(?=\.[^/]*$)|(?<=/)[0-9a-f]{64}(?=/)", url)
+        try:
+            download(url, path, sha256.group() if sha256 else None)
+        except DownloadError as error:
+            places = [f"{path} (not there)", str(error).rstrip(".")]
+            raise WeightsNotFoundError(f"weights {path.name}", places) from error
     return path
 
 
 def find_checkpoint(checkpoint: str | os.PathLike[str], *, option: str = "checkpoint") -> Path:
-    """Locate a checkpoint file: the path as given, then relative to ``RMD_DATA_DIR``.
-
-    Args:
-        checkpoint: the path.
-        option: the option that the path was given to, for the message.
+    """Locate the file that was given to an option: the path as it is, then relative to ``RMD_DATA_DIR``.
 
     Raises:
         WeightsNotFoundError: if it is in neither place.

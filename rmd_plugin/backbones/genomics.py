@@ -112,13 +112,9 @@ class ReadEncoder(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
 
     def tokenise(self, bases: Tensor) -> Tensor:
-        """Cut reads into k-mers; bases at the end that fill no whole k-mer are left out.
+        """Cut reads into k-mers, (B, L) -> (B, 1 + T) with ``cls`` first; bases that fill no whole k-mer are left out.
 
-        Args:
-            bases: ids A, C, G, T = 0..3, 5 = padding, anything else = unknown; shape (B, L).
-
-        Returns:
-            Token ids of shape (B, 1 + T), the first being ``cls``.
+        Base ids are A, C, G, T = 0..3 and 5 = padding; anything else is unknown.
         """
         if bases.dim() != 2 or bases.is_floating_point():
             raise ValueError(

@@ -1,6 +1,10 @@
-"""Residual networks for small images: ResNet-18 with a 3x3 stem, and the thin ResNet-56 of the CIFAR experiments."""
+"""Residual networks for small images: ResNet-18 with a 3x3 stem, the thin ResNet-56 of the CIFAR experiments, WRN.
 
-from collections.abc import Sequence
+WRN-28-10 is the paper's choice for CIFAR.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
@@ -16,6 +20,18 @@ def init_convolutions(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+
+
+def _groups(
+    block: Callable[[int, int, int], nn.Module], channels: int, repeats: Sequence[int], widths: Sequence[int]
+) -> list[nn.Sequential]:
+    """One group of blocks per width, made by ``block(channels_in, channels_out, stride)``; all but the first halve."""
+    groups = []
+    for index, (count, width) in enumerate(zip(repeats, widths, strict=True)):
+        first = block(channels, width, 2 if index else 1)
+        groups.append(nn.Sequential(first, *(block(width, width, 1) for _ in range(count - 1))))
+        channels = width
+    return groups
 
 
 class _PadShortcut(nn.Module):
@@ -62,12 +78,9 @@ class _Encoder(nn.Module):
         self.conv1 = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.groups = [f"layer{i}" for i in range(1, len(blocks) + 1)]
-        channels = widths[0]
-        for name, repeats, width in zip(self.groups, blocks, widths, strict=True):
-            stride = 1 if name == "layer1" else 2
-            rest = (_Block(width, width, 1, shortcut) for _ in range(repeats - 1))
-            self.add_module(name, nn.Sequential(_Block(channels, width, stride, shortcut), *rest))
-            channels = width
+        groups = _groups(partial(_Block, shortcut=shortcut), widths[0], blocks, widths)
+        for name, group in zip(self.groups, groups, strict=True):
+            self.add_module(name, group)
         init_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,3 +143,92 @@ class ResNet(Backbone):
     def rename_key(self, name: str) -> str:
         """Translate the name that CIFAR projects give to the projecting shortcut."""
         return name.replace(".shortcut.", ".downsample.")
+
+
+class _WideBlock(nn.Module):
+    """Two 3x3 convolutions, each after normalisation and ReLU, beside a shortcut."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int, dropout: float) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(channels_in)
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels_out)
+        self.dropout = nn.Dropout(dropout)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
+        self.shortcut: nn.Conv2d | None = None
+        if channels_in != channels_out or stride != 1:
+            self.shortcut = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        active = F.relu(self.bn1(x))
+        # a projecting shortcut starts from the activated input, an identity from the raw one
+        skip = x if self.shortcut is None else self.shortcut(active)
+        hidden = self.dropout(F.relu(self.bn2(self.conv1(active))))
+        total: Tensor = skip + self.conv2(hidden)
+        return total
+
+
+class _WideEncoder(nn.Module):
+    """Stem, three groups of blocks, normalisation, ReLU and global average pooling."""
+
+    def __init__(self, depth: int, width: int, dropout: float, in_channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, 16, 3, padding=1, bias=False)
+        widths = [16 * width, 32 * width, 64 * width]
+        groups = _groups(partial(_WideBlock, dropout=dropout), 16, [(depth - 4) // 6] * 3, widths)
+        self.block1, self.block2, self.block3 = groups
+        self.bn1 = nn.BatchNorm2d(64 * width)
+        init_convolutions(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block3(self.block2(self.block1(self.conv1(x))))
+        return F.relu(self.bn1(x)).mean(dim=(2, 3))
+
+
+class WideResNet(Backbone):
+    """WRN-depth-width: pre-activation residual network with wide layers; D = 64 * width.
+
+    Loads checkpoints of ``pytorch_ood.model.WideResNet`` as they are.
+
+    Args:
+        depth: number of convolutions plus one, 6n + 4.
+        width: factor on the channels 16, 32, 64.
+        dropout: probability inside the blocks.
+        in_channels: channels of the input.
+        image_size: pictures of other sizes are resized to it.
+        mean: normalisation of pixels in [0, 1], per channel.
+        std: normalisation, per channel.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.
+
+    Example:
+        >>> import torch
+        >>> backbone = WideResNet(depth=10, width=1, num_classes=10)
+        >>> backbone.encoder(torch.rand(2, 3, 32, 32)).shape, backbone(torch.rand(2, 3, 32, 32)).shape
+        (torch.Size([2, 64]), torch.Size([2, 10]))
+    """
+
+    def __init__(
+        self,
+        depth: int = 28,
+        width: int = 10,
+        *,
+        dropout: float = 0.0,
+        in_channels: int = 3,
+        image_size: int = 32,
+        mean: Sequence[float] = CIFAR_MEAN,
+        std: Sequence[float] = CIFAR_STD,
+        **shared: Unpack[SharedOptions],
+    ) -> None:
+        if depth < 10 or (depth - 4) % 6:
+            raise ValueError(f"depth must be 6n + 4 (10, 16, 22, 28, 40, ...), got {depth}.")
+        super().__init__(
+            _WideEncoder(depth, width, dropout, in_channels),
+            64 * width,
+            architecture={"depth": depth, "width": width, "in_channels": in_channels},
+            **image_transforms(image_size, mean, std),
+            **shared,
+        )
+
+    def rename_key(self, name: str) -> str:
+        """Translate the names that pytorch-ood and Hendrycks' models use."""
+        return name.replace(".layer.", ".").replace(".convShortcut.", ".shortcut.")

@@ -74,9 +74,9 @@ class ImageTransform:
         elif hasattr(image, "convert"):
             pixels = to_tensor(self._geometry(image.convert("RGB")))
         else:
-            what = (
-                f"tensor {tuple(image.shape)} of {image.dtype}" if isinstance(image, Tensor) else type(image).__name__
-            )
+            what = type(image).__name__
+            if isinstance(image, Tensor):
+                what = f"tensor {tuple(image.shape)} of {image.dtype}"
             raise TypeError(
                 f"expected a PIL image or a float tensor (C, H, W) with 1 or 3 channels, got {what}. "
                 "Does this backbone fit the benchmark?"
@@ -102,17 +102,11 @@ def image_transforms(
 
 @dataclass(frozen=True, repr=False)
 class Tokenise:
-    """Text -> token ids of one fixed length, so that the default collate and ``x.to(device)`` work.
+    """Text -> token ids of one fixed length, so that the default collate and ``x.to(device)`` work."""
 
-    Args:
-        tokenizer: a Hugging Face tokenizer with a padding token.
-        max_length: length of the result; longer texts are cut, shorter ones padded.
-        name: what the tokenizer is called, for the ``repr``.
-    """
-
-    tokenizer: Any
-    max_length: int
-    name: str
+    tokenizer: Any  #: of Hugging Face, with a padding token
+    max_length: int  #: longer texts are cut, shorter ones padded
+    name: str  #: what the tokenizer is called, for the ``repr``
 
     def __call__(self, text: Any) -> Tensor:
         """Ids of one text, a long tensor of shape (max_length,) filled up with the padding id."""

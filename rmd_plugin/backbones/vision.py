@@ -84,7 +84,19 @@ class Timm(Backbone):
             **shared,
         )
         if classifier is not None:
-            _take_head(self, classifier, shared.get("num_classes"))
+            self._take_head(classifier, name)
+
+    def _take_head(self, classifier: nn.Module, name: str) -> None:
+        """Keep a pre-trained classifier, linear or a 1x1 convolution, as the head."""
+        weight, bias = getattr(classifier, "weight", None), getattr(classifier, "bias", None)
+        if not isinstance(weight, Tensor) or weight.flatten(1).shape[1] != self.feature_dim:
+            raise ValueError(
+                f"the classifier of {name} is a {type(classifier).__name__}, not linear: pretrained_head=false."
+            )
+        self._make_room(len(weight), name)
+        state = {"weight": weight.flatten(1), "bias": torch.zeros(len(weight)) if bias is None else bias}
+        self.get_submodule("head").load_state_dict(state)
+        self.head_loaded = True
 
 
 def _timm_config(timm: Any, name: str) -> Any:
@@ -106,24 +118,6 @@ def _timm_weights(name: str, config: Any) -> Path:
     if config.hf_hub_id:
         return hub_file(config.hf_hub_id, (config.hf_hub_filename,) if config.hf_hub_filename else _TIMM_FILES)
     return url_file(config.url)
-
-
-def _take_head(backbone: Backbone, classifier: nn.Module, num_classes: int | None) -> None:
-    """Keep a pre-trained classifier, linear or a 1x1 convolution, as the backbone's head."""
-    weight, bias = getattr(classifier, "weight", None), getattr(classifier, "bias", None)
-    if not isinstance(weight, Tensor) or weight.flatten(1).shape[1] != backbone.feature_dim:
-        raise ValueError(
-            f"the pre-trained classifier is a {type(classifier).__name__}, not linear: pretrained_head=false."
-        )
-    if num_classes not in (None, weight.shape[0]):
-        raise ValueError(
-            f"the pre-trained classifier has {weight.shape[0]} classes, num_classes is {num_classes}: "
-            "pass num_classes=null to keep it, or pretrained_head=false for a new one."
-        )
-    state = {"weight": weight.flatten(1), "bias": torch.zeros(len(weight)) if bias is None else bias}
-    backbone.reset_head(len(weight))
-    backbone.get_submodule("head").load_state_dict(state)
-    backbone.head_loaded = True
 
 
 class OpenCLIP(Backbone):

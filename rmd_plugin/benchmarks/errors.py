@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from rmd_plugin.downloads import DownloadError as DownloadError
+
 
 class DataNotFoundError(FileNotFoundError):
     """Data that a benchmark needs is not on disk. The message names what, where, and the remedy."""
@@ -35,7 +37,3 @@ class DataFormatError(ValueError):
 
 class ChecksumError(DataFormatError):
     """A file's checksum is not the published one."""
-
-
-class DownloadError(OSError):
-    """A download did not succeed. Nothing is left behind."""

@@ -43,6 +43,7 @@ class StatefulDetector(FeaturesDetector):
 
     requires_fit = True
     interrupted = False
+    progress = False
 
     def __init__(self, encoder: Encoder | None = None) -> None:
         super().__init__()
@@ -95,6 +96,24 @@ class StatefulDetector(FeaturesDetector):
             message = f"{len(missing)} of {len(counts)} classes have no sample and are never nearest: {names}."
             warn_numerical(message, kind=f"some of {len(counts)} classes have no sample")
 
+    def fit(self, data_loader: Iterable[Any], *, progress: bool | None = None) -> Self:
+        """Fit on a loader in one pass: batches are encoded in evaluation mode.
+
+        Gaussian detectors keep only the moments of the features, flows keep the features on the CPU. Under
+        ``torch.distributed`` every process fits on its own loader. To fit a Gaussian detector on all of them, collect
+        :class:`rmd_plugin.ClassMoments` yourself, whose ``compute`` adds them up, and call ``fit_moments``.
+
+        Args:
+            data_loader: yields pairs (x, y). Samples with y < 0 are skipped.
+            progress: show progress bars; None for the detector's own option, or else none.
+
+        Raises:
+            ModelNotSetException: if the detector has no encoder.
+            ValueError: if there is no in-distribution sample, or features are NaN or infinite.
+        """
+        shown = self.progress if progress is None else progress
+        return self._fit_batches(self._encoded_batches(data_loader, progress=shown), progress=shown)
+
     def fit_features(self, z: Tensor, y: Tensor) -> Self:
         """Fit on features; works inside ``no_grad`` and ``inference_mode``.
 
@@ -106,10 +125,10 @@ class StatefulDetector(FeaturesDetector):
             TypeError: if features or labels have the wrong dtype.
             ValueError: if shapes do not fit, features are NaN or infinite, or none varies within the classes.
         """
-        return self._fit_batches([(z, y)])
+        return self._fit_batches([(z, y)], progress=self.progress)
 
     @abstractmethod
-    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
+    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool) -> Self:
         """Fit on batches of features and labels."""
 
     # -- scoring --------------------------------------------------------------------------------------------------
@@ -141,10 +160,7 @@ class StatefulDetector(FeaturesDetector):
         return self._map_chunks(z, lambda module, rows: module(rows))
 
     def class_scores(self, z: Tensor) -> Tensor:
-        """Score of every class, whose minimum over the classes is the OOD score.
-
-        Args:
-            z: features of shape (B, D) or (B, C, H, W).
+        """Score of every class, whose minimum over the classes is the OOD score, of features (B, D) or (B, C, H, W).
 
         Returns:
             Scores of shape (B, K), where column k belongs to label k; infinite for classes without a training sample.
@@ -256,9 +272,6 @@ class StatefulDetector(FeaturesDetector):
     def load_state_dict(self, state: dict[str, Any]) -> Self:
         """Take over what :meth:`state_dict` gave, including the options it was fitted with.
 
-        Returns:
-            The detector itself, fitted.
-
         Raises:
             ValueError: if the state belongs to another detector or to another format.
         """
@@ -273,21 +286,14 @@ class StatefulDetector(FeaturesDetector):
 
     @classmethod
     def load(
-        cls,
-        path: str | PathLike[str],
-        encoder: Encoder | None = None,
-        *,
-        map_location: str | torch.device = "cpu",
+        cls, path: str | PathLike[str], encoder: Encoder | None = None, *, map_location: str | torch.device = "cpu"
     ) -> Self:
-        """Read a fitted detector (``torch.load`` with ``weights_only=True``: nothing in the file is executed).
+        """Read a fitted detector, whose scores are bitwise those of the saved one; nothing in the file is executed.
 
         Args:
             path: file that :meth:`save` wrote.
             encoder: encoder for ``predict``; not needed for ``predict_features``.
             map_location: device for the tensors.
-
-        Returns:
-            The fitted detector; its scores are bitwise those of the saved one.
         """
         return cls.from_state(torch.load(path, map_location=map_location, weights_only=True), encoder)
 
@@ -299,13 +305,8 @@ class StatefulDetector(FeaturesDetector):
     def to_module(self, dtype: torch.dtype | None = None) -> nn.Module:
         """The scoring as an ``nn.Module`` with buffers only, for ``torch.export``, ONNX or a model of your own.
 
-        Its ``forward`` maps features to scores of shape (B,). It is differentiable, unlike ``predict_features``.
-
-        Args:
-            dtype: precision of the computation; by default the one that float32 features are scored in.
-
-        Returns:
-            A new module, independent of the detector.
+        Its ``forward`` maps features to scores of shape (B,). It is differentiable, unlike ``predict_features``, and
+        independent of the detector. By default it computes in the precision that float32 features are scored in.
         """
         self._require_fit()
         with torch.inference_mode(False):
@@ -325,9 +326,6 @@ def load_detector(state: dict[str, Any] | str | PathLike[str], encoder: Encoder 
         state: path of a file that ``save`` wrote, or the result of ``state_dict``.
         encoder: encoder for ``predict``.
 
-    Returns:
-        The fitted detector.
-
     Example:
         >>> import torch
         >>> from rmd_plugin import RMD, load_detector
@@ -341,6 +339,18 @@ def load_detector(state: dict[str, Any] | str | PathLike[str], encoder: Encoder 
     _read_options(content)
     detector: StatefulDetector = getattr(rmd_plugin, content["detector"]).from_state(content, encoder)
     return detector
+
+
+def check_integer(name: str, value: object, lowest: int) -> None:
+    """Refuse an option that is no integer of at least ``lowest``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise ValueError(f"{name} must be an integer of at least {lowest}, got {value!r}.")
+
+
+def check_shrinkage(shrinkage: float | str) -> None:
+    """Refuse a shrinkage that is neither a number in [0, 1] nor ``"oas"``."""
+    if shrinkage != "oas" and (isinstance(shrinkage, str) or not 0.0 <= shrinkage <= 1.0):
+        raise ValueError(f"shrinkage must be a number in [0, 1] or 'oas', got {shrinkage!r}.")
 
 
 def _read_options(state: object, expected: str | None = None) -> dict[str, Any]:

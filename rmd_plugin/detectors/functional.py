@@ -28,11 +28,8 @@ def warn_numerical(message: str, *, kind: str) -> None:
 
     Detectors are fitted again every epoch, with other numbers in the message, and every ``warnings.catch_warnings`` in
     between makes Python forget what it has shown: so this function remembers it. Filters that say "always" or "error"
-    see each warning, and each ``catch_warnings`` block (which may record) sees the first one again.
-
-    Args:
-        message: what was done instead, and how large it is.
-        kind: what stays the same when the fit is repeated.
+    see each warning, and each ``catch_warnings`` block (which may record) sees the first one again. The ``kind`` is
+    what stays the same when the fit is repeated.
     """
     frame = _caller()
     module, file, line = str(frame.f_globals.get("__name__")), frame.f_code.co_filename, frame.f_lineno
@@ -77,14 +74,9 @@ class Whitening(NamedTuple):
 
 
 def oas_shrinkage(covariance: Tensor, num_samples: float) -> float:
-    """Oracle-approximating shrinkage intensity (Chen et al., 2010), which needs the covariance only.
+    """Oracle-approximating intensity in [0, 1] for :func:`shrink` (Chen et al., 2010).
 
-    Args:
-        covariance: empirical covariance of shape (D, D), divided by N.
-        num_samples: N.
-
-    Returns:
-        The intensity in [0, 1] for :func:`shrink`.
+    It needs only the empirical covariance of shape (D, D), divided by N, and N.
     """
     dim = covariance.shape[0]
     scale = covariance.diagonal().mean().square()
@@ -95,14 +87,9 @@ def oas_shrinkage(covariance: Tensor, num_samples: float) -> float:
 
 
 def shrink(covariance: Tensor, intensity: float) -> Tensor:
-    """Pull a covariance towards the multiple of the identity that has the same trace.
+    """Pull a covariance (D, D), or its diagonal (D,), towards the multiple of the identity that has the same trace.
 
-    Args:
-        covariance: shape (D, D), or its diagonal of shape (D,).
-        intensity: 0 leaves it as it is, 1 gives the multiple of the identity.
-
-    Returns:
-        A new tensor of the same shape.
+    Intensity 0 leaves it as it is, 1 gives the multiple of the identity.
     """
     if covariance.ndim == 1:
         return torch.lerp(covariance, covariance.mean().expand_as(covariance), intensity)

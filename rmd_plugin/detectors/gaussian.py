@@ -100,17 +100,7 @@ def fit_mahalanobis(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[s
 def fit_partial(
     moments: Moments, components: int, *, largest: bool = True, shrinkage: float | str = 0.0
 ) -> dict[str, Tensor]:
-    """Fit the Mahalanobis distance within part of the eigen-directions of Sigma.
-
-    Args:
-        moments: moments of the training features.
-        components: d, the number of leading eigen-directions.
-        largest: use these d directions; if False, all the others.
-        shrinkage: see :func:`regularised_covariance`.
-
-    Raises:
-        ValueError: if no direction is left.
-    """
+    """Fit the Mahalanobis distance within the ``components`` leading eigen-directions of Sigma, or all the others."""
     sigma = regularised_covariance(moments, shrinkage)
     projection = _visible_whitening(sigma, moments, "within-class covariance")
     rank = projection.shape[1]
@@ -174,12 +164,9 @@ def fit_relative(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str,
 
 
 def fit_coordinates(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
-    """Fit coordinates in which every class has unit covariance, for densities other than Gaussians.
+    """Fit coordinates u = (z - shift) @ projection in which every class has unit covariance, for flows.
 
-    Returns:
-        ``shift`` (D,), the background mean; ``projection`` (D, q), so that u = (z - shift) @ projection; ``points``
-        (K', q), the class means in these coordinates; ``shares`` (K',), their parts of the samples; ``classes`` (K',),
-        their labels.
+    Of the classes that occur: ``points`` (K', q), their means in u; ``shares`` (K',) of the samples; ``classes`` (K',).
     """
     sigma = regularised_covariance(moments, shrinkage)
     projection = _visible_whitening(sigma, moments, "within-class covariance", equilibrate=True)
@@ -192,24 +179,10 @@ def fit_coordinates(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[s
     }
 
 
-def check_shrinkage(shrinkage: float | str) -> None:
-    """Refuse a shrinkage that is neither a number in [0, 1] nor ``"oas"``."""
-    if shrinkage != "oas" and (isinstance(shrinkage, str) or not 0.0 <= shrinkage <= 1.0):
-        raise ValueError(f"shrinkage must be a number in [0, 1] or 'oas', got {shrinkage!r}.")
-
-
 def regularised_covariance(moments: Moments, shrinkage: float | str) -> Tensor:
-    """Within-class covariance Sigma, shrunk towards a multiple of the identity.
+    """Within-class covariance Sigma, (D, D) or its diagonal (D,), shrunk towards a multiple of the identity.
 
-    Args:
-        moments: moments of the training features.
-        shrinkage: intensity in [0, 1], or ``"oas"`` for the oracle-approximating one.
-
-    Returns:
-        Sigma of shape (D, D), or its diagonal of shape (D,) where the moments are diagonal.
-
-    Raises:
-        ValueError: if no feature varies within the classes.
+    The intensity lies in [0, 1], or is ``"oas"`` for the oracle-approximating one.
     """
     sigma = moments.covariance
     variance = sigma if moments.diagonal else sigma.diagonal()

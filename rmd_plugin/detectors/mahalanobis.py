@@ -19,12 +19,11 @@ from pytorch_ood.api import DetectorInfo, Paper, Task
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from rmd_plugin.detectors.base import Encoder, StatefulDetector
+from rmd_plugin.detectors.base import Encoder, StatefulDetector, check_integer, check_shrinkage
 from rmd_plugin.detectors.class_moments import ClassMoments
 from rmd_plugin.detectors.gaussian import (
     MAX_FLOAT32_AMPLIFICATION,
     QuadraticScore,
-    check_shrinkage,
     fit_mahalanobis,
     fit_marginal,
     fit_partial,
@@ -86,33 +85,14 @@ class GaussianDetector(StatefulDetector):
     def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
         """Parameters of the scoring module."""
 
-    def fit(self, data_loader: Iterable[Any], *, progress: bool = False) -> Self:
-        """Fit on a loader in one pass: batches are encoded in evaluation mode and only their moments are kept.
-
-        Under ``torch.distributed`` every process fits on its own loader. To fit on all of them, collect
-        :class:`rmd_plugin.ClassMoments` yourself, whose ``compute`` adds them up, and call :meth:`fit_moments`.
-
-        Args:
-            data_loader: yields pairs (x, y). Samples with y < 0 are skipped.
-            progress: show a progress bar.
-
-        Raises:
-            ModelNotSetException: if the detector has no encoder.
-            ValueError: if there is no in-distribution sample, or features are NaN or infinite.
-        """
-        return self._fit_batches(self._encoded_batches(data_loader, progress=progress))
-
-    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:
+    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool) -> Self:
         metric = self.new_moments(sync_on_compute=False)
         for z, y in batches:
             metric.update(z, y)
         return self.fit_moments(metric.compute())
 
     def fit_moments(self, moments: Moments) -> Self:
-        """Fit on moments, for example those of several processes.
-
-        Args:
-            moments: result of ``ClassMoments.compute()``, collected as :meth:`new_moments` does.
+        """Fit on moments, for example those of several processes, collected as :meth:`new_moments` does.
 
         Raises:
             ValueError: if the moments were collected with other options than the detector's.
@@ -134,12 +114,7 @@ class GaussianDetector(StatefulDetector):
             return self._set_fitted(self._fit_parameters(moments), moments.num_classes, moments.num_features)
 
     def new_moments(self, num_classes: int | None = None, **kwargs: Any) -> ClassMoments:
-        """An empty accumulator with this detector's options; its ``compute()`` is for :meth:`fit_moments`.
-
-        Args:
-            num_classes: K, or None to infer it.
-            kwargs: options of :class:`torchmetrics.Metric`.
-        """
+        """An empty accumulator with this detector's options (and torchmetrics'), to ``compute()`` and fit on."""
         diagonal = self.covariance == "diagonal"
         return ClassMoments(num_classes, diagonal=diagonal, normalize=self.normalize, **kwargs)
 
@@ -147,12 +122,7 @@ class GaussianDetector(StatefulDetector):
         """Terms of the score along each of the detector's directions; their sum is the score.
 
         The directions are ordered: for RMD by how much the classes differ along them, for the others by variance.
-
-        Args:
-            z: features of shape (B, D) or (B, C, H, W).
-
-        Returns:
-            Terms of shape (B, q), where q is the number of directions.
+        Features (B, D) or (B, C, H, W) give terms of shape (B, q), where q is the number of directions.
         """
         return self._map_chunks(z, lambda module, rows: module.contributions(rows))  # type: ignore[operator]
 
@@ -282,6 +252,4 @@ class PartialMahalanobis(GaussianDetector):
 
     def _check_options(self) -> None:
         super()._check_options()
-        lowest = 1 if self.largest else 0
-        if isinstance(self.components, bool) or not isinstance(self.components, int) or self.components < lowest:
-            raise ValueError(f"components must be an integer >= {lowest}, got {self.components!r}.")
+        check_integer("components", self.components, 1 if self.largest else 0)

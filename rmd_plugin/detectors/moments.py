@@ -131,11 +131,7 @@ class Moments:
         return replace(self, counts=F.pad(self.counts, (0, missing)), sums=F.pad(self.sums, (0, 0, 0, missing)))
 
     def with_shift(self, shift: Tensor) -> Moments:
-        """The same moments, with the sums taken around another point.
-
-        Args:
-            shift: the new point, shape (D,).
-        """
+        """The same moments, with the sums taken around another point of shape (D,)."""
         if torch.equal(shift, self.shift):
             return self
         delta, total, count = shift - self.shift, self.sums.sum(0), self.counts.sum()

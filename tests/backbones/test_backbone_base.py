@@ -16,9 +16,8 @@ from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.backbones.efficientnet import EfficientNetLite0
 from rmd_plugin.backbones.fetch import WeightsNotFoundError, find_checkpoint
 from rmd_plugin.backbones.genomics import GenomicsBERT, GenomicsCNN
-from rmd_plugin.backbones.resnet import ResNet
+from rmd_plugin.backbones.resnet import ResNet, WideResNet
 from rmd_plugin.backbones.small import MLP, Identity, SmallCNN
-from rmd_plugin.backbones.wide_resnet import WideResNet
 
 # name -> (constructor at a tiny size, batch)
 TINY: dict[str, tuple[Callable[..., Backbone], torch.Tensor]] = {

@@ -15,10 +15,9 @@ from torch import nn
 from rmd_plugin.backbones import efficientnet
 from rmd_plugin.backbones.efficientnet import EfficientNetLite0
 from rmd_plugin.backbones.fetch import WeightsNotFoundError
-from rmd_plugin.backbones.resnet import ResNet
+from rmd_plugin.backbones.resnet import ResNet, WideResNet
 from rmd_plugin.backbones.small import SmallCNN
 from rmd_plugin.backbones.transforms import ImageTransform
-from rmd_plugin.backbones.wide_resnet import WideResNet
 
 
 def stir(model: nn.Module) -> nn.Module:

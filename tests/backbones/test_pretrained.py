@@ -175,18 +175,6 @@ def test_the_hub_is_available_if_it_answers_at_all(server: str, monkeypatch: pyt
     assert all(reasons)
 
 
-def test_a_download_from_a_silent_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr("torch.hub.urlopen", urlopen)
-    monkeypatch.setattr(fetch, "SILENCE_SECONDS", 0.2)
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        with pytest.raises(WeightsNotFoundError, match="timed out"):
-            url_file(f"http://127.0.0.1:{silent.getsockname()[1]}/weights.pth")
-    assert socket.getdefaulttimeout() is None
-
-
 class _FakeHub:
     """Answers a download by what it was told to hold."""
 
@@ -217,14 +205,15 @@ def test_a_download_tries_each_name_and_reports_the_last_reason(monkeypatch: pyt
         assert hub.asked == tried
 
 
+@pytest.mark.parametrize("in_name", [True, False])
 @pytest.mark.parametrize("honest", [True, False])
-def test_a_download_by_address_is_checked_against_the_hash_in_its_name(
-    honest: bool, server: str, monkeypatch: pytest.MonkeyPatch
+def test_a_download_by_address_is_checked_against_the_hash_in_the_address(
+    honest: bool, in_name: bool, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr("torch.hub.urlopen", urlopen)
-    digest = hashlib.sha256(CONTENT if honest else b"other").hexdigest()[:8]
-    address = f"{server}-{digest}.pth"
+    digest = hashlib.sha256(CONTENT if honest else b"other").hexdigest()
+    address = f"{server}-{digest[:8]}.pth" if in_name else f"{server}/{digest}/file.pth"
     if honest:
         path = url_file(address)
         assert path.read_bytes() == CONTENT

@@ -222,7 +222,7 @@ def test_options_are_checked_when_they_are_given(options, message):
 
 @pytest.mark.parametrize("components", [0, -1, 1.5, True])
 def test_components_must_be_a_positive_integer(components):
-    with pytest.raises(ValueError, match="components must be an integer >= 1"):
+    with pytest.raises(ValueError, match="components must be an integer of at least 1"):
         PartialMahalanobis(components=components)
 
 

@@ -5,7 +5,6 @@ ones leave nothing that breaks the next.
 """
 
 import hashlib
-import http.client
 import os
 import tempfile
 import zipfile
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.hub import download_url_to_file
+from rmd_plugin import downloads
 
 from ..errors import ChecksumError, DataFormatError, DataNotFoundError, DownloadError
 
@@ -43,22 +42,12 @@ def resolve_data_dir(data_dir: str | Path | None, wanted: str) -> Path:
 
 @contextmanager
 def downloading(url: str, into: Path) -> Iterator[None]:
-    """Make the folder ``into``, and turn what torch and torchvision raise in the block into our two errors.
-
-    Raises:
-        ChecksumError: the content is not the published one.
-        DownloadError: the server could not be reached, or the disk is full.
-    """
+    """As ``rmd_plugin.downloads.downloading``, but a content that is not the published one is a ChecksumError."""
     try:
-        into.mkdir(parents=True, exist_ok=True)
-        yield
-    except RuntimeError as error:  # what both libraries raise on a wrong hash
-        raise ChecksumError(into, f"{url} did not give the published file: {error}. Not kept.") from error
-    except (OSError, http.client.HTTPException) as error:
-        raise DownloadError(
-            f"could not download {url} to {into}: {error}. "
-            "Download it by hand and put it there, or try again with a connection and enough free disk space."
-        ) from error
+        with downloads.downloading(url, into):
+            yield
+    except downloads.WrongHashError as error:
+        raise ChecksumError(into, str(error)) from error
 
 
 def fetch(url: str, sha256: str, path: Path) -> Path:
@@ -69,8 +58,10 @@ def fetch(url: str, sha256: str, path: Path) -> Path:
         DownloadError: the server could not be reached or stopped answering, or the disk is full.
     """
     if not path.exists():
-        with downloading(url, path.parent):
-            download_url_to_file(url, str(path), hash_prefix=sha256)
+        try:
+            downloads.download(url, path, sha256)
+        except downloads.WrongHashError as error:
+            raise ChecksumError(path, str(error)) from error
     found = hashlib.sha256()
     with open(path, "rb") as stream:
         while chunk := stream.read(1 << 20):

@@ -9,7 +9,7 @@ Training can only improve on that: each flow keeps the epoch with the best held-
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -18,14 +18,12 @@ from nflows.flows import Flow
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from rmd_plugin.detectors.base import Encoder, StatefulDetector
+from rmd_plugin.detectors.base import Encoder, StatefulDetector, check_shrinkage
 from rmd_plugin.detectors.class_moments import ClassMoments
-from rmd_plugin.detectors.flows.fitting import MIN_SAMPLES, FlowFit, TrainingOptions, train_flows
+from rmd_plugin.detectors.flows.fitting import MIN_SAMPLES, FlowFit, Role, TrainingOptions, train_flows
 from rmd_plugin.detectors.flows.scoring import PASS_SAMPLES, FlowBank, FlowScore, fit_start, project
-from rmd_plugin.detectors.flows.spec import FlowSpec, Kind
-from rmd_plugin.detectors.flows.state import Role, flow_parameters, flow_tensors, report_rows
+from rmd_plugin.detectors.flows.spec import FlowSpec, Kind, Parameters
 from rmd_plugin.detectors.functional import warn_numerical
-from rmd_plugin.detectors.gaussian import check_shrinkage
 from rmd_plugin.detectors.mahalanobis import RMD
 from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.encoding.features import pool_features
@@ -129,22 +127,11 @@ class FlowDetector(StatefulDetector):
 
     # -- fitting --------------------------------------------------------------------------------------------------
 
-    def fit(self, data_loader: Iterable[Any], *, progress: bool | None = None) -> Self:
-        """Fit on a loader: batches are encoded once in evaluation mode, and their features are kept on the CPU.
+    def _encoded_batches(self, loader: Iterable[Any], *, progress: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        # all of them are kept until the flows are trained
+        return ((z.cpu(), y.cpu()) for z, y in super()._encoded_batches(loader, progress=progress))
 
-        Args:
-            data_loader: yields pairs (x, y). Samples with y < 0 are skipped.
-            progress: show progress bars; None for the detector's own option.
-
-        Raises:
-            ModelNotSetException: if the detector has no encoder.
-            ValueError: if there is no in-distribution sample, or features are NaN or infinite.
-        """
-        shown = self.progress if progress is None else progress
-        batches = self._encoded_batches(data_loader, progress=shown)
-        return self._fit_batches(((z.cpu(), y.cpu()) for z, y in batches), progress=shown)
-
-    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool | None = None) -> Self:
+    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool) -> Self:
         self._check_options()
         with torch.inference_mode(False), torch.no_grad():
             metric = ClassMoments(normalize=self.normalize, sync_on_compute=False)
@@ -161,7 +148,7 @@ class FlowDetector(StatefulDetector):
                 warn_numerical(message, kind="ratio of a single class")
             z, y = rows[0] if len(rows) == 1 else torch.cat(rows), torch.cat(labels)
             del rows
-            state = self._fit_state(moments, z, y, progress=self.progress if progress is None else progress)
+            state = self._fit_state(moments, z, y, progress=progress)
             return self._set_fitted(state, moments.num_classes, moments.num_features)
 
     def _fit_state(self, moments: Moments, z: Tensor, y: Tensor, *, progress: bool) -> dict[str, Tensor]:
@@ -182,7 +169,7 @@ class FlowDetector(StatefulDetector):
         fit = self._train_classes(own, index, labels, options)
         del own
         counts = torch.bincount(index, minlength=len(labels))
-        state |= {"counts": counts, "plain": counts < MIN_SAMPLES, **flow_tensors("class", fit)}
+        state |= {"counts": counts, "plain": counts < MIN_SAMPLES, **fit.tensors("class")}
         self._warn(fit, labels)
         self.interrupted = fit.interrupted
         if background is not None:
@@ -190,7 +177,7 @@ class FlowDetector(StatefulDetector):
             options = replace(self._for_all(options, len(y)), max_epochs=0 if fit.interrupted else self.max_epochs)
             everything = torch.zeros(len(y), dtype=torch.long)
             fit = train_flows(spec, background, everything, 1, options, title="background flow")
-            state |= flow_tensors("background", fit)
+            state |= fit.tensors("background")
             self._warn(fit, None)
             self.interrupted |= fit.interrupted
         return {name: tensor.to(device) for name, tensor in state.items()}
@@ -239,16 +226,20 @@ class FlowDetector(StatefulDetector):
         return FlowScore(self._state, self._bank("class", dtype), background, normalize=normalize)
 
     def _bank(self, role: Role, dtype: torch.dtype) -> FlowBank:
-        params = {name: value.to(dtype) for name, value in flow_parameters(self._state, role).items()}
+        params = {name: value.to(dtype) for name, value in self._parameters(role).items()}
         if role == "class":
             return FlowBank(self._fitted_spec(role), params, self._state["points"], self._state["plain"])
         return FlowBank(self._fitted_spec(role), params, torch.zeros_like(self._state["points"][:1]))
 
+    def _parameters(self, role: Role) -> Parameters:
+        """Stacked parameters of the flows, under the names of nflows."""
+        prefix = f"{role}_flow."
+        return {name[len(prefix) :]: value for name, value in self._state.items() if name.startswith(prefix)}
+
     def _fitted_spec(self, role: Role) -> FlowSpec:
         """Shape of the fitted flows: of the fitted tensors, not of options that may have been changed since."""
-        params, options = flow_parameters(self._state, role), self._fitted_options
         names = ("num_blocks", "transforms", "kind", "num_bins", "tail_bound")
-        return FlowSpec.of(params, **{name: options[name] for name in names})
+        return FlowSpec.of(self._parameters(role), **{name: self._fitted_options[name] for name in names})
 
     def _score_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32  # of the flows; features are always whitened in float64
@@ -257,17 +248,13 @@ class FlowDetector(StatefulDetector):
         return PASS_SAMPLES if device.type == "cpu" else 16 * PASS_SAMPLES
 
     def class_flow(self, label: int) -> Flow:
-        """The flow of a class as an nflows flow: of u - c_k, see :meth:`coordinates`.
+        """The flow of a class as a new ``nflows.flows.Flow``: of u - c_k, see :meth:`coordinates`.
 
-        Args:
-            label: the class. With ``sharing="conditional"`` the flow is the same for every class and takes the one-hot
-                class, among those that have samples, as context.
-
-        Returns:
-            A new ``nflows.flows.Flow`` with the class's parameters.
+        With ``sharing="conditional"`` it is the same for every class and takes the one-hot class, among those that
+        have samples, as context.
         """
         spec, position = self._fitted_spec("class"), self._position(label)
-        return spec.unstack(flow_parameters(self._state, "class"), 0 if spec.contexts else position)
+        return spec.unstack(self._parameters("class"), 0 if spec.contexts else position)
 
     def coordinates(self, z: Tensor, label: int | None = None) -> Tensor:
         """Where the flows act: features in coordinates in which each class has mean zero and unit covariance.
@@ -298,9 +285,15 @@ class FlowDetector(StatefulDetector):
             start and at that epoch, in nats, lower is better; NaN where nothing was trained).
         """
         labels = self._require_classes().tolist()
-        shared = self._fitted_spec("class").contexts > 0
-        rows = report_rows(self._state, "class", ["conditional"] if shared else labels)
-        return rows + (report_rows(self._state, "background", ["background"]) if self._relative else [])
+        flows = {"class": ["conditional"] if self._fitted_spec("class").contexts else labels}
+        if self._relative:
+            flows["background"] = ["background"]
+        rows: list[dict[str, int | float | str]] = []
+        for role, names in flows.items():
+            columns = (self._state[f"{role}_{column}"].tolist() for column in ("epochs", "start_loss", "loss"))
+            for values in zip(names, *columns, strict=True):
+                rows.append(dict(zip(("flow", "epoch", "gaussian", "trained"), values, strict=True)))
+        return rows
 
     # -- options --------------------------------------------------------------------------------------------------
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
+from rmd_plugin.detectors.base import check_integer
 from rmd_plugin.detectors.flows.optimizer import StackedAdamW
 from rmd_plugin.detectors.flows.spec import FlowSpec, Parameters, stacked_log_prob
+
+Role = Literal["class", "background"]
 
 #: a flow with fewer samples is not trained: half a dozen points say nothing about a shape
 MIN_SAMPLES = 8
@@ -27,36 +31,26 @@ _EVALUATION_NUMBERS = 2**22
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How flows are trained; see ``FlowDetector`` for what is not said here.
-
-    Args:
-        batch_size: samples of one flow in one step, at most. The batches of an epoch have equal sizes (within one).
-        warm_up: steps before which no flow is stopped. A flow's last layer is zero at the start, where the loss is
-            flat: small classes, with few steps per epoch, would be stopped before they have left it.
-        seed: of the start and of the batches. Flow s has the same ones, whatever other flows there are.
-        chunk: flows that are trained together, None to derive it from the memory they need.
-    """
+    """How flows are trained; see ``FlowDetector`` for what is not said here."""
 
     max_epochs: int = 100
-    batch_size: int = 64
+    batch_size: int = 64  #: at most: the batches of an epoch have equal sizes (within one)
     lr: float = 2e-3
     weight_decay: float = 1e-4
     validation_fraction: float = 0.1
     patience: int = 10
+    #: steps before which no flow is stopped: its last layer is zero at the start, where the loss is flat, and small
+    #: classes, with few steps per epoch, would be stopped before they have left it
     warm_up: int = 100
-    seed: int = 0
-    chunk: int | None = None
+    seed: int = 0  #: flow s has the same start and batches, whatever other flows there are
+    chunk: int | None = None  #: flows that are trained together, None to derive it from the memory they need
     progress: bool = False
 
     def __post_init__(self) -> None:
         lowest_values = {"max_epochs": 0, "batch_size": 1, "patience": 1, "warm_up": 0, "seed": 0, "chunk": 1}
         for name, lowest in lowest_values.items():
-            value = getattr(self, name)
-            if name == "chunk" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                shown = "class_chunk" if name == "chunk" else name
-                raise ValueError(f"{shown} must be an integer of at least {lowest}, got {value!r}.")
+            if name != "chunk" or self.chunk is not None:
+                check_integer("class_chunk" if name == "chunk" else name, getattr(self, name), lowest)
         if not self.lr > 0:
             raise ValueError(f"lr must be positive, got {self.lr!r}.")
         if not self.weight_decay >= 0:
@@ -67,26 +61,21 @@ class TrainingOptions:
 
 @dataclass
 class FlowFit:
-    """Trained flows and how the training went.
+    """Trained flows and how the training went; losses are mean negative log-densities of held-out samples, in nats."""
 
-    Attributes:
-        params: stacked parameters of all flows, each flow's at its best epoch.
-        epochs: that epoch, shape (S,); 0 where the start was never beaten.
-        start_loss: mean negative log-density (nats) of the held-out samples at the start, shape (S,); NaN where the
-            flow was not trained.
-        loss: the same with the kept parameters, shape (S,).
-        skipped: flows with fewer than ``MIN_SAMPLES`` samples, left at their start.
-        diverged: flows that ran into NaN or infinity and went back to their best parameters.
-        interrupted: whether the training was cut short by Ctrl-C.
-    """
+    params: Parameters  #: of all flows, each flow's at its best epoch
+    epochs: Tensor  #: that epoch, shape (S,); 0 where the start was never beaten
+    start_loss: Tensor  #: shape (S,); NaN where the flow was not trained
+    loss: Tensor  #: with the kept parameters, shape (S,)
+    skipped: list[int] = field(default_factory=list)  #: too few samples, left at their start
+    diverged: list[int] = field(default_factory=list)  #: ran into NaN or infinity, back at their best
+    interrupted: bool = False  #: by Ctrl-C
 
-    params: Parameters
-    epochs: Tensor
-    start_loss: Tensor
-    loss: Tensor
-    skipped: list[int] = field(default_factory=list)
-    diverged: list[int] = field(default_factory=list)
-    interrupted: bool = False
+    def tensors(self, role: Role) -> dict[str, Tensor]:
+        """What a detector keeps of it, under the names that its state gives them."""
+        return {f"{role}_flow.{name}": value for name, value in self.params.items()} | {
+            f"{role}_{name}": getattr(self, name) for name in ("epochs", "start_loss", "loss")
+        }
 
 
 def flow_generator(seed: int, flow: int) -> torch.Generator:
@@ -96,13 +85,7 @@ def flow_generator(seed: int, flow: int) -> torch.Generator:
 
 
 def split_rows(rows: Tensor, fraction: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Training and validation part of a flow's samples; both are the whole for fraction 0.
-
-    Args:
-        rows: indices of the samples, shape (n,).
-        fraction: share of the validation part; at least two samples where it is not 0.
-        generator: source of the random choice.
-    """
+    """Training and validation part (at least two) of a flow's samples, given by index; for fraction 0 both are all."""
     if fraction == 0:
         return rows, rows
     held = min(max(2, round(fraction * len(rows))), len(rows) - 1)
@@ -114,11 +97,7 @@ def epoch_batches(orders: Sequence[Tensor], batch_size: int) -> Iterator[tuple[T
     """Batches of one epoch for a stack of flows; every sample of every flow comes exactly once.
 
     A flow with n samples takes ceil(n / batch_size) steps with batches of equal sizes (within one). Flows are sorted by
-    descending n, so those that still have a batch at a step are the first ones of the stack.
-
-    Args:
-        orders: each flow's training samples in the order of this epoch, longest first.
-        batch_size: largest size of a batch.
+    descending n (``orders`` has the samples of each), so those that still have a batch are the first of the stack.
 
     Yields:
         Samples (m, b) of the first m flows, and their weights (m, b): 1 / size of the flow's batch, 0 for padding.
@@ -160,9 +139,6 @@ def train_flows(
         options: how to train.
         contexts: class of each sample, shape (N,), for flows with a context.
         title: of the progress bar.
-
-    Returns:
-        The trained flows.
     """
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(samples.device.type, enabled=False):
         if samples.is_inference():
@@ -245,7 +221,8 @@ class _Stack:
             training = self.epoch()
             validation = self.evaluate()
             bar.update()
-            bar.set_postfix(epoch=epoch, flows=len(self.flows), train=_mean(training), val=_mean(validation))
+            losses = {"train": f"{training.mean():.2f}", "val": f"{validation.mean():.2f}"}
+            bar.set_postfix(epoch=epoch, flows=len(self.flows), **losses)
             finite = training.isfinite() & validation.isfinite()
             better = finite & (validation < self.best)
             self._commit(better, validation, epoch)
@@ -321,7 +298,3 @@ class _Stack:
             [values[i] for i in kept] for values in (self.generators, self.training, self.validation)
         )
         self.params = self.optimizer.keep(rows)
-
-
-def _mean(losses: Tensor) -> str:
-    return f"{losses.mean():.2f}"

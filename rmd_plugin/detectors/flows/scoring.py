@@ -26,16 +26,9 @@ def fit_start(moments: Moments, shrinkage: float | str) -> dict[str, Tensor]:
 
     The i-th coordinate is made to depend on the first i features only (with dead ones left out), so the order in which
     an autoregressive flow goes through the coordinates is the order of the features, and nothing of their shape is
-    lost: a feature that is a curved function of an earlier one remains that.
-
-    Args:
-        moments: moments of the training features.
-        shrinkage: see :func:`rmd_plugin.detectors.gaussian.regularised_covariance`.
-
-    Returns:
-        ``shift``, ``projection``, ``points`` and ``classes`` as there; ``background`` (q, q), with which
-        ``v = u @ background`` has unit covariance over all classes; ``log_volume`` and ``background_log_volume``, what
-        the two maps add to a log-density.
+    lost: a feature that is a curved function of an earlier one remains that. With ``background`` (q, q),
+    ``v = u @ background`` has unit covariance over all classes; the log-volumes are what the two maps add to a
+    log-density.
     """
     state = fit_coordinates(moments, shrinkage=shrinkage)
     projection = state["projection"]
@@ -62,28 +55,14 @@ def fit_start(moments: Moments, shrinkage: float | str) -> dict[str, Tensor]:
 
 
 def project(z: Tensor, state: dict[str, Tensor], normalize: bool) -> Tensor:
-    """Coordinates u of shape (B, q), float64, of features of shape (B, D) or (B, C, H, W).
-
-    Args:
-        z: the features.
-        state: ``shift`` and ``projection`` of :func:`fit_start`.
-        normalize: scale the features to unit length first.
-    """
+    """Coordinates u of :func:`fit_start`, shape (B, q), float64, of features of shape (B, D) or (B, C, H, W)."""
     # float64: whitening gathers the rounding errors of wide features in narrow directions, and costs little here
     z = pool_features(z.double())
     return ((F.normalize(z, dim=1) if normalize else z) - state["shift"]) @ state["projection"]
 
 
 class FlowScore(nn.Module):
-    """Scores features by flows; holds buffers only, so it can be exported.
-
-    Args:
-        state: what the detector has fitted; ``shift``, ``projection``, ``log_volume``, ``background`` and
-            ``background_log_volume`` are used here.
-        classes: flows of the classes.
-        background: flow of the background, or None to score by the class densities alone.
-        normalize: scale the features to unit length first.
-    """
+    """Scores features by flows (without a background by the class densities alone); buffers only, for export."""
 
     shift: Tensor
     projection: Tensor
@@ -125,9 +104,7 @@ class FlowScore(nn.Module):
 
 
 class FlowBank(nn.Module):
-    """Densities of K flows at the same samples: buffers only, made for scoring.
-
-    Masks, contexts, reversals and class centres are folded into the weights when the bank is made.
+    """Densities of K flows at the same samples: buffers only, with everything folded into the weights.
 
     Args:
         spec: shape of the flows.

@@ -1,7 +1,7 @@
 """Masked autoregressive flows on nflows, stacked: many flows of one shape evaluated as one batch of matrices.
 
 The parameters keep the names, shapes and meaning that nflows gives them, with one leading dimension for the flow: every
-flow of a stack can be loaded into a plain ``nflows.flows.Flow`` (:meth:`FlowSpec.unstack`). ``training`` trains
+flow of a stack can be loaded into a plain ``nflows.flows.Flow`` (:meth:`FlowSpec.unstack`). ``fitting`` trains
 such stacks, ``scoring`` folds them for many samples.
 
 Tensors inside run *features first*, ``(flows, features, samples)``: each product then reads weights as they are stored.
@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
+from rmd_plugin.detectors.base import check_integer
+
 Kind = Literal["maf", "rqs"]
 Parameters = dict[str, Tensor]
 
@@ -45,35 +47,20 @@ def _inverse_softplus(value: float) -> float:
 
 @dataclass(frozen=True)
 class FlowSpec:
-    """The shape of a flow: what it takes to read its parameters.
+    """The shape of a flow: what it takes to read its parameters."""
 
-    Args:
-        features: number of features D.
-        hidden_features: width H of the masked network.
-        num_blocks: residual blocks of the masked network.
-        transforms: autoregressive transforms; the order of the features is reversed between two of them.
-        kind: "maf" (affine) or "rqs" (rational-quadratic splines, identity outside ``tail_bound``).
-        num_bins: bins of a spline.
-        tail_bound: a spline acts on [-tail_bound, tail_bound].
-        contexts: number of classes that the flow is conditioned on, 0 for none.
-    """
-
-    features: int
-    hidden_features: int
-    num_blocks: int = 1
-    transforms: int = 1
-    kind: Kind = "maf"
-    num_bins: int = 8
-    tail_bound: float = 5.0
-    contexts: int = 0
+    features: int  #: D
+    hidden_features: int  #: width H of the masked network
+    num_blocks: int = 1  #: residual blocks of the masked network
+    transforms: int = 1  #: autoregressive; the order of the features is reversed between two of them
+    kind: Kind = "maf"  #: affine, or "rqs": rational-quadratic splines
+    num_bins: int = 8  #: of a spline
+    tail_bound: float = 5.0  #: a spline acts on [-tail_bound, tail_bound] and is the identity outside
+    contexts: int = 0  #: number of classes that the flow is conditioned on, 0 for none
 
     def __post_init__(self) -> None:
-        for name in ("features", "hidden_features", "transforms", "num_bins"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
-        if isinstance(self.num_blocks, bool) or not isinstance(self.num_blocks, int) or self.num_blocks < 0:
-            raise ValueError(f"num_blocks must be an integer of at least 0, got {self.num_blocks!r}.")
+        for name in ("features", "hidden_features", "transforms", "num_bins", "num_blocks"):
+            check_integer(name, getattr(self, name), 0 if name == "num_blocks" else 1)
         if self.kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}.")
         if not self.tail_bound > 0:
@@ -191,16 +178,9 @@ def _spread_degrees(made: MADE, features: int) -> None:
 
 
 def stacked_log_prob(spec: FlowSpec, params: Parameters, x: Tensor, contexts: Tensor | None = None) -> Tensor:
-    """Log-density of each flow of a stack at its own samples; differentiable in parameters and samples.
+    """Log-density (S, B) in nats of each flow of a stack at its own samples (S, D, B), of classes (S, B) if any.
 
-    Args:
-        spec: shape of the flows.
-        params: stacked parameters, masked weights being zero where the mask is (as `FlowSpec.stack` makes them).
-        x: samples, features first, shape (S, D, B).
-        contexts: class of each sample, shape (S, B), for flows with a context.
-
-    Returns:
-        Log-densities in nats, shape (S, B).
+    Differentiable in parameters and samples. Masked weights are zero where the mask is, as `FlowSpec.stack` makes them.
     """
     hot = None if contexts is None else F.one_hot(contexts, spec.contexts).to(x.dtype).transpose(1, 2)
     total: Tensor | None = None
@@ -232,15 +212,10 @@ def _network(params: Parameters, prefix: str, num_blocks: int, x: Tensor, hot: T
 
 
 def elementwise(spec: FlowSpec, x: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the invertible function of each feature.
-
-    Args:
-        spec: shape of the flows.
-        x: values, shape (S, D, B).
-        outputs: what the network says about each value, shape (spec.outputs, S, D, B).
+    """Apply the invertible function of each feature, which the network's outputs (spec.outputs, S, D, B) describe.
 
     Returns:
-        New values of shape (S, D, B) and the log-determinants of shape (S, B).
+        New values of shape (S, D, B), as ``x`` has, and the log-determinants of shape (S, B).
     """
     if spec.kind == "maf":
         scale = F.softplus(outputs[0]) + _MIN_SCALE
