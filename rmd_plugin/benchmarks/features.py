@@ -197,7 +197,7 @@ def _load(path: Path, labels_path: Path | None) -> dict[str, np.ndarray]:
     if (suffix == ".npy") != (labels_path is not None):
         raise ValueError(f"labels_path belongs to an .npy file of features and only there; path is {path}")
     if labels_path is not None:
-        return {"features": read_npy(path, mmap=True), "labels": read_npy(labels_path)}
+        return {"features": read_npy(path), "labels": read_npy(labels_path)}
     if suffix == ".npz":
         return read_npz(path)
     if suffix in (".pt", ".pth"):
