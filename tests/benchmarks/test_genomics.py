@@ -17,9 +17,8 @@ from pytorch_ood.detector import KNN, Mahalanobis
 from torch.utils.data import DataLoader
 
 from rmd_plugin.benchmarks import DataFormatError, DataNotFoundError, Genomics, genomics
-from rmd_plugin.benchmarks.genomics import one_hot
+from rmd_plugin.benchmarks.genomics import one_hot, read_tfrecord_reads
 from rmd_plugin.benchmarks.readers.genomes import GenomeFolder, read_classes
-from rmd_plugin.benchmarks.readers.reads import read_tfrecord_reads
 from rmd_plugin.benchmarks.readers.tfrecord import read_examples
 
 ID_GENERA = [f"Inside{letter}" for letter in "ABCDEFGHIJ"]

@@ -1,4 +1,4 @@
-"""FASTA genomes as arrays of base ids, plain or gzip-compressed."""
+"""DNA as base ids: genomes from FASTA files, plain or gzip-compressed, and the letters of reads."""
 
 import gzip
 import zlib
@@ -10,6 +10,7 @@ from ..errors import DataFormatError
 
 BASES = "ACGT"
 OTHER = len(BASES)  # any IUPAC letter that is not one of the four bases
+READ_LENGTH = 250  # bases per read of the Genomics OOD benchmark
 _BAD, _BREAK = 255, 254
 _GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK = 1 << 20
