@@ -11,9 +11,9 @@ import torch
 from .base import OODBenchmark
 from .errors import DataFormatError, DataNotFoundError
 from .readers.arrays import read_npy, read_npz, read_pt
-from .readers.downloads import DATA_DIR_VARIABLE, resolve_data_dir
+from .readers.downloads import resolve_data_dir
 from .sources import TensorRows
-from .splits import OODSet, Parts, Split, stratified_split, stream
+from .splits import OODSet, Parts, Split, stream
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _CHECK_ROWS = 65_536
@@ -77,10 +77,9 @@ class Features(OODBenchmark):
         val: Split | None = None
         if "features" in self._arrays:
             mixed = self._split("features", "labels")
-            inside = np.flatnonzero(mixed.labels >= 0)
+            inside = mixed.subset(np.flatnonzero(mixed.labels >= 0))
             fractions = [self.test_fraction, self.val_fraction]
-            parts = stratified_split(mixed.labels.numpy()[inside], fractions, stream(self.seed, "features"))
-            test, val, train = (mixed.subset(inside[part]) for part in parts)
+            test, val, train = inside.stratified(fractions, stream(self.seed, "features"))
         else:
             train, mixed = self._split("train_features", "train_labels"), self._split("test_features", "test_labels")
             if (train.labels < 0).any():
@@ -100,21 +99,14 @@ class Features(OODBenchmark):
 
     def _find(self, path: str | Path) -> Path:
         path = Path(path).expanduser()
-        if path.is_file():
-            return path
-        looked = [str(path)]
-        if not path.is_absolute():
-            try:
-                inside = resolve_data_dir(self.data_dir, str(path)) / path
-            except DataNotFoundError:
-                looked.append(f"no data folder, {DATA_DIR_VARIABLE} is not set")
-            else:
-                if inside.is_file():
-                    return inside
-                looked.append(str(inside))
-        raise DataNotFoundError(
-            f"no file of features: looked for {'; '.join(looked)}. Pass path=FILE (.npz, .pt or .npy)."
-        )
+        places = [path]
+        if not path.is_absolute() and not path.is_file():
+            places.append(resolve_data_dir(self.data_dir, f"{path} is not in the working folder; it") / path)
+        for place in places:
+            if place.is_file():
+                return place
+        looked = "; ".join(map(str, places))
+        raise DataNotFoundError(f"no file of features: looked for {looked}. Pass path=FILE (.npz, .pt or .npy).")
 
     def _error(self, reason: str) -> DataFormatError:
         return DataFormatError(self.path, reason)

@@ -190,7 +190,7 @@ def _read_labels(folder: Path) -> dict[str, int]:
 
 
 def read_tfrecord_reads(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Reads (N, L), uint8, and labels (N,) of a TFRecord file: feature ``x`` is digits between blanks, ``y`` a label."""
+    """Reads (N, L), uint8, and labels (N,) of a TFRecord file: feature ``x`` is digits and blanks, ``y`` a label."""
     width = 2 * READ_LENGTH - 1
     texts: list[bytes] = []
     labels: list[int] = []
