@@ -113,7 +113,7 @@ class OODBenchmark(Benchmark):
         return self._train
 
     def val_set(self) -> Split:
-        """Held-out ID samples behind ``test_transform``, none of them in :meth:`train_set`; an error if there are none."""
+        """Held-out ID samples behind ``test_transform``, none of them in :meth:`train_set`; ValueError without any."""
         if len(self._val) == 0:
             raise ValueError(f"{self.name} holds out no validation data; construct it with val_fraction > 0")
         return self._val

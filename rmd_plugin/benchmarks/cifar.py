@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from pytorch_ood.api import BenchmarkInfo, Paper, Task
+from pytorch_ood.api import BenchmarkInfo
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity
 from torchvision.transforms import ToTensor
+
+from rmd_plugin.detectors.mahalanobis import RMD
 
 from .base import OODBenchmark
 from .errors import ChecksumError, DataFormatError, DataNotFoundError
@@ -48,15 +50,7 @@ _CLASSES = {
 class _CIFARBenchmark(OODBenchmark):
     """One CIFAR data set in-distribution, the other one near-OOD."""
 
-    info = BenchmarkInfo(
-        paper=Paper(
-            title="A Simple Fix to Mahalanobis Distance for Improving Near-OOD Detection",
-            venue="arXiv",
-            year=2021,
-            url="https://arxiv.org/abs/2106.09022",
-        ),
-        tasks=frozenset({Task.CLASSIFICATION}),
-    )
+    info = BenchmarkInfo(RMD.info.paper, RMD.info.tasks)  # type: ignore[arg-type]  # a detector may have no paper
     id_data: ClassVar[str]
     ood_data: ClassVar[str]
 

@@ -5,7 +5,7 @@ fingerprint depends on the data alone and not on file formats or library version
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -15,14 +15,12 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import functional as vision
-from typing_extensions import override
 
 from rmd_plugin.compare.fingerprint import fingerprint
 
 from .errors import DataFormatError
 
 _HASH_ROWS = 4096
-Update = Callable[[bytes], None]
 Items = TypeVar("Items")
 
 
@@ -42,8 +40,12 @@ class Source(ABC, Generic[Items]):
     def __getitem__(self, index: int) -> object: ...
 
     @abstractmethod
-    def feed(self, indices: np.ndarray, update: Update) -> None:
+    def _chunks(self, indices: np.ndarray) -> Iterator[bytes]: ...
+
+    def feed(self, indices: np.ndarray, update: Callable[[bytes], None]) -> None:
         """Feed the content of the items at ``indices``, shape (N,), to ``update`` of a hash."""
+        for chunk in self._chunks(indices):
+            update(chunk)
 
 
 class _Rows(Source[np.ndarray]):
@@ -51,11 +53,10 @@ class _Rows(Source[np.ndarray]):
 
     kind: ClassVar[str]
 
-    @override
-    def feed(self, indices: np.ndarray, update: Update) -> None:
-        update(f"{self.kind} {self.items.dtype.str} {self.items.shape[1:]} {len(indices)}\n".encode())
+    def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        yield f"{self.kind} {self.items.dtype.str} {self.items.shape[1:]} {len(indices)}\n".encode()
         for start in range(0, len(indices), _HASH_ROWS):
-            update(self.items[indices[start : start + _HASH_ROWS]].tobytes())
+            yield self.items[indices[start : start + _HASH_ROWS]].tobytes()
 
 
 class ImageRows(_Rows):
@@ -89,10 +90,9 @@ class TensorRows(_Rows):
         # a copy: rows may be a read-only memory map
         return torch.from_numpy(np.array(self.items[index])).to(self.dtype)
 
-    @override
-    def feed(self, indices: np.ndarray, update: Update) -> None:
-        update(f"{self.dtype} ".encode())
-        super().feed(indices, update)
+    def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        yield f"{self.dtype} ".encode()
+        yield from super()._chunks(indices)
 
 
 class Texts(Source[Sequence[str]]):
@@ -101,12 +101,11 @@ class Texts(Source[Sequence[str]]):
     def __getitem__(self, index: int) -> str:
         return self.items[index]
 
-    @override
-    def feed(self, indices: np.ndarray, update: Update) -> None:
-        update(f"text {len(indices)}\n".encode())
+    def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        yield f"text {len(indices)}\n".encode()
         for index in indices:
             content = self.items[index].encode()
-            update(f"{len(content)}\n".encode() + content)
+            yield f"{len(content)}\n".encode() + content
 
 
 class ImageFiles(Source[Sequence[Path]]):
@@ -125,12 +124,11 @@ class ImageFiles(Source[Sequence[Path]]):
         cropped: Image.Image = vision.center_crop(vision.resize(image, self.size), self.size)
         return cropped
 
-    @override
-    def feed(self, indices: np.ndarray, update: Update) -> None:
-        update(f"files {self.size} {len(indices)}\n".encode())
+    def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        yield f"files {self.size} {len(indices)}\n".encode()
         for index in indices:
             content = self.items[index].read_bytes()
-            update(f"{len(content)}\n".encode() + content)
+            yield f"{len(content)}\n".encode() + content
 
 
 class DatasetItems(Source[Dataset[Any]]):
@@ -141,8 +139,7 @@ class DatasetItems(Source[Dataset[Any]]):
     def __getitem__(self, index: int) -> object:
         return self.items[index][0]
 
-    @override
-    def feed(self, indices: np.ndarray, update: Update) -> None:
-        update(f"items {len(indices)}\n".encode())
+    def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        yield f"items {len(indices)}\n".encode()
         for index in indices:
-            update(fingerprint(self[int(index)]).encode())
+            yield fingerprint(self[int(index)]).encode()

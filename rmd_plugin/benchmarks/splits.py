@@ -84,7 +84,7 @@ class Split(Dataset[tuple[object, int]]):
         return [self.subset(np.sort(np.concatenate(part))) for part in parts]
 
     def balanced(self, limit: int | None, rng: np.random.Generator) -> "Split":
-        """At most ``limit`` samples (None: all); class sizes differ by one at most unless a class runs out of samples."""
+        """At most ``limit`` samples (None: all), classes as even as the data allows: sizes differ by one at most."""
         if limit is None or limit >= len(self):
             return self
         order = rng.permutation(len(self))

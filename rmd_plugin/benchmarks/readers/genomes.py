@@ -20,6 +20,7 @@ from .fasta import OTHER, READ_LENGTH, read_fasta
 from .text import read_table
 
 _COLUMNS = ["file", "genus", "role", "kingdom"]
+_TEST_FRACTION = 0.2  # of the blocks, where a genus has one genome only
 _MAX_DRAWS = 50
 
 Origin = tuple[str, str, int]  # file, sequence, start
@@ -81,7 +82,6 @@ class GenomeFolder:
         block: bases per block of the train/val/test partition.
         gap: bases between the reads of neighbouring blocks.
         val_fraction: share of the blocks of a genome for validation.
-        test_fraction: share of the blocks for testing, where a genus has one genome only.
         seed: seed of the partition and of the reads.
     """
 
@@ -92,15 +92,13 @@ class GenomeFolder:
         block: int = 20_000,
         gap: int = 500,
         val_fraction: float = 0.1,
-        test_fraction: float = 0.2,
         seed: int = 0,
     ) -> None:
         if block < READ_LENGTH + gap:
             raise ValueError(f"block must be at least {READ_LENGTH} + gap; got block={block}, gap={gap}")
-        if min(val_fraction, test_fraction) <= 0 or val_fraction + test_fraction >= 1:
-            raise ValueError(f"val_fraction and test_fraction must leave a rest, got {val_fraction}, {test_fraction}")
-        self.folder, self.block, self.gap, self.seed = folder, block, gap, seed
-        self.val_fraction, self.test_fraction = val_fraction, test_fraction
+        if not 0 < val_fraction < 1 - _TEST_FRACTION:
+            raise ValueError(f"val_fraction must be above 0 and below {1 - _TEST_FRACTION}, got {val_fraction}")
+        self.folder, self.block, self.gap, self.val_fraction, self.seed = folder, block, gap, val_fraction, seed
         self.genomes = read_classes(folder / "classes.tsv")
         missing = [genome.file for genome in self.genomes if not (folder / genome.file).is_file()]
         if missing:
@@ -123,7 +121,7 @@ class GenomeFolder:
         kept = files[-1:] if len(files) > 1 else []
         parts: dict[str, list[Region]] = {"train": [], "val": [], "test": []}
         parts["test"] += [region for file in kept for region in self._blocks(file)]
-        shares = {"val": self.val_fraction} if kept else {"val": self.val_fraction, "test": self.test_fraction}
+        shares = {"val": self.val_fraction} if kept else {"val": self.val_fraction, "test": _TEST_FRACTION}
         for file in files[: len(files) - len(kept)]:
             blocks = self._blocks(file)
             order = stream(self.seed, "blocks", file).permutation(len(blocks))
@@ -134,7 +132,7 @@ class GenomeFolder:
             if not found:
                 raise DataFormatError(
                     self.folder / files[0],
-                    f"too short: no block of {self.block} bases is left for {role} of {genus}. Use a smaller block.",
+                    f"too short: no block of {self.block} bases is left for {role} of {genus}. Add a genome of it.",
                 )
         return parts
 
