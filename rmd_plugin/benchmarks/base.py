@@ -62,16 +62,18 @@ class OODBenchmark(Benchmark):
         train, val = parts.train, parts.val
         if val is None:
             val, train = train.stratified([parts.val_fraction], stream(self.seed, "validation"))
+        if len(train) == 0 or len(parts.test) == 0:
+            raise self._error("has no in-distribution samples left to train or test on")
         self.class_names = None if parts.class_names is None else list(parts.class_names)
         self.num_classes = int(train.labels.max()) + 1 if self.class_names is None else len(self.class_names)
-        self._check_classes(train)
+        self._check_labels(train, val, parts.test)
         self._train = self._limited(train, self.limit_train, "train")
         self._val = self._limited(val, self.limit_test, "val")
         self.test_in = self._limited(parts.test, self.limit_test, "test")
         self.ood_names = [ood.name for ood in parts.oods]
         self.distance = {ood.name: ood.distance for ood in parts.oods}
         if len(self.distance) < len(self.ood_names):
-            raise ValueError(f"{self.name}: two OOD sets have the same name: {sorted(self.ood_names)}")
+            raise self._error(f"two OOD sets have the same name: {sorted(self.ood_names)}")
         self.test_oods = []
         for ood in parts.oods:
             chosen = self._limited(ood.split, self.limit_test, ood.name)
@@ -86,15 +88,23 @@ class OODBenchmark(Benchmark):
         """Transform that takes a raw item to a model input when none is given; None is the identity."""
         return None
 
-    def _check_classes(self, train: Split) -> None:
-        found, expected = np.unique(train.labels), np.arange(self.num_classes)
-        if not np.array_equal(found, expected):
-            missing = np.setdiff1d(expected, found)[:10].tolist()
-            extra = np.setdiff1d(found, expected)[:10].tolist()
-            raise ValueError(
-                f"{self.name}: training labels must cover 0..{self.num_classes - 1}; missing are {missing}, "
-                f"unexpected are {extra}"
+    def _error(self, reason: str) -> ValueError:
+        return ValueError(f"{self.name}: {reason}")
+
+    def _check_labels(self, train: Split, val: Split, test: Split) -> None:
+        last = self.num_classes - 1
+        found = np.unique(train.labels)
+        # the first gaps lie among the first numbers, and labels may be large
+        missing = np.setdiff1d(np.arange(min(self.num_classes, len(found) + 10)), found)[:10].tolist()
+        extra = found[(found < 0) | (found > last)][:10].tolist()
+        if missing or extra:
+            raise self._error(
+                f"training labels must cover 0..{last}; missing are {missing}, unexpected are {extra}. Renumber them."
             )
+        for part, labels in (("validation", val.labels), ("test", test.labels)):
+            if len(labels) and not 0 <= labels.min() <= labels.max() <= last:
+                got = f"{labels.min()}..{labels.max()}"
+                raise self._error(f"the {part} labels must lie in 0..{last} as in training, got {got}")
         if self.limit_train is not None and self.limit_train < self.num_classes:
             raise ValueError(
                 f"limit_train={self.limit_train} cannot cover the {self.num_classes} classes of {self.name}; "
