@@ -61,9 +61,9 @@ class _CIFARBenchmark(OODBenchmark):
     def load(self) -> Parts:
         """Read both data sets and the far-OOD sets."""
         folder = resolve_data_dir(self.data_dir, "CIFAR")
-        train = _load_cifar(folder, self.id_data, train=True, download=self.download)
-        test = _load_cifar(folder, self.id_data, train=False)
-        near = _load_cifar(folder, self.ood_data, train=False, download=self.download)
+        train = load_cifar(folder, self.id_data, train=True, download=self.download)
+        test = load_cifar(folder, self.id_data, train=False)
+        near = load_cifar(folder, self.ood_data, train=False, download=self.download)
         oods = [OODSet(self.ood_data.upper(), "near", near), *self._far_sets(folder)]
         return Parts(_CLASSES[self.id_data], train, test, oods, val_fraction=self.val_fraction)
 
@@ -115,7 +115,7 @@ class CIFAR10vsCIFAR100(_CIFARBenchmark):
     ood_data = "cifar100"
 
 
-def _load_cifar(folder: Path, dataset: str, *, train: bool, download: bool = False) -> Split:
+def load_cifar(folder: Path, dataset: str, *, train: bool, download: bool = False) -> Split:
     """Training or test part of ``cifar10`` or ``cifar100``, whichever layout lies in the folder."""
     published = _TORCHVISION[dataset]
     batches, npz = folder / published.base_folder, folder / f"{dataset}.npz"

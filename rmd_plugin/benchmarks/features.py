@@ -103,7 +103,7 @@ class Features(OODBenchmark):
         path = Path(path).expanduser()
         places = [path]
         if not path.is_absolute() and not path.is_file():
-            places.append(resolve_data_dir(self.data_dir, f"{path} is not in the working folder; it") / path)
+            places.append(resolve_data_dir(self.data_dir, f"no file of features: looked for {path}; else it") / path)
         for place in places:
             if place.is_file():
                 return place
