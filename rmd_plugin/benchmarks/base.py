@@ -11,17 +11,7 @@ from pytorch_ood.benchmark import Benchmark
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from .sources import DatasetItems
-from .splits import (
-    FINGERPRINT_VERSION,
-    Distance,
-    OODSet,
-    Parts,
-    Split,
-    Transform,
-    balanced_subset,
-    stratified_split,
-    stream,
-)
+from .splits import FINGERPRINT_VERSION, Distance, OODSet, Parts, Split, Transform, stream
 
 OOD_LABEL = -1
 
@@ -41,18 +31,9 @@ class OODBenchmark(Benchmark):
         limit_train: keep at most so many training samples, classes balanced.
         limit_test: keep at most so many samples of the validation set, of the ID test set and of each OOD set.
         seed: seed of splits, subsets and generated data.
-
-    Attributes:
-        name: name of the benchmark, as in ``benchmark=NAME``.
-        num_classes: number K of ID classes.
-        class_names: names of the K classes, or None.
-        ood_names: names of the OOD sets, in the order of :meth:`test_sets`.
-        distance: OOD set -> ``"near"``, ``"far"`` or, where nobody says, an empty text.
-        test_in: the ID test set.
-        test_oods: the OOD test sets, in the order of ``ood_names``.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  #: as in ``benchmark=NAME``
 
     data_dir: str | Path | None = None
     train_transform: Transform | None = None
@@ -63,10 +44,10 @@ class OODBenchmark(Benchmark):
 
     num_classes: int = field(init=False)
     class_names: list[str] | None = field(init=False)
-    ood_names: list[str] = field(init=False)
-    distance: dict[str, Distance] = field(init=False)
-    test_in: Split = field(init=False)
-    test_oods: list[Split] = field(init=False)
+    ood_names: list[str] = field(init=False)  #: in the order of :meth:`test_sets`
+    distance: dict[str, Distance] = field(init=False)  #: of each OOD set; an empty text where nobody says
+    test_in: Split = field(init=False)  #: the ID test set
+    test_oods: list[Split] = field(init=False)  #: the OOD test sets, in the order of ``ood_names``
 
     def __post_init__(self) -> None:
         for option, limit in (("limit_train", self.limit_train), ("limit_test", self.limit_test)):
@@ -76,25 +57,23 @@ class OODBenchmark(Benchmark):
             self.train_transform = self.default_transform()
         if self.test_transform is None:
             self.test_transform = self.default_transform()
-        self._digests: dict[str, str] = {}
 
         parts = self.load()
         train, val = parts.train, parts.val
         if val is None:
-            held_out, rest = stratified_split(
-                train.labels.numpy(), [parts.val_fraction], stream(self.seed, "validation")
-            )
-            train, val = train.subset(rest), train.subset(held_out)
+            val, train = train.stratified([parts.val_fraction], stream(self.seed, "validation"))
+        if len(train) == 0 or len(parts.test) == 0:
+            raise self._error("has no in-distribution samples left to train or test on")
         self.class_names = None if parts.class_names is None else list(parts.class_names)
         self.num_classes = int(train.labels.max()) + 1 if self.class_names is None else len(self.class_names)
-        self._check_classes(train)
+        self._check_labels(train, val, parts.test)
         self._train = self._limited(train, self.limit_train, "train")
         self._val = self._limited(val, self.limit_test, "val")
         self.test_in = self._limited(parts.test, self.limit_test, "test")
         self.ood_names = [ood.name for ood in parts.oods]
         self.distance = {ood.name: ood.distance for ood in parts.oods}
         if len(self.distance) < len(self.ood_names):
-            raise ValueError(f"{self.name}: two OOD sets have the same name: {sorted(self.ood_names)}")
+            raise self._error(f"two OOD sets have the same name: {sorted(self.ood_names)}")
         self.test_oods = []
         for ood in parts.oods:
             chosen = self._limited(ood.split, self.limit_test, ood.name)
@@ -109,15 +88,23 @@ class OODBenchmark(Benchmark):
         """Transform that takes a raw item to a model input when none is given; None is the identity."""
         return None
 
-    def _check_classes(self, train: Split) -> None:
-        found, expected = np.unique(train.labels), np.arange(self.num_classes)
-        if not np.array_equal(found, expected):
-            missing = np.setdiff1d(expected, found)[:10].tolist()
-            extra = np.setdiff1d(found, expected)[:10].tolist()
-            raise ValueError(
-                f"{self.name}: training labels must cover 0..{self.num_classes - 1}; missing are {missing}, "
-                f"unexpected are {extra}"
+    def _error(self, reason: str) -> ValueError:
+        return ValueError(f"{self.name}: {reason}")
+
+    def _check_labels(self, train: Split, val: Split, test: Split) -> None:
+        last = self.num_classes - 1
+        found = np.unique(train.labels)
+        # the first gaps lie among the first numbers, and labels may be large
+        missing = np.setdiff1d(np.arange(min(self.num_classes, len(found) + 10)), found)[:10].tolist()
+        extra = found[(found < 0) | (found > last)][:10].tolist()
+        if missing or extra:
+            raise self._error(
+                f"training labels must cover 0..{last}; missing are {missing}, unexpected are {extra}. Renumber them."
             )
+        for part, labels in (("validation", val.labels), ("test", test.labels)):
+            if len(labels) and not 0 <= labels.min() <= labels.max() <= last:
+                got = f"{labels.min()}..{labels.max()}"
+                raise self._error(f"the {part} labels must lie in 0..{last} as in training, got {got}")
         if self.limit_train is not None and self.limit_train < self.num_classes:
             raise ValueError(
                 f"limit_train={self.limit_train} cannot cover the {self.num_classes} classes of {self.name}; "
@@ -125,8 +112,7 @@ class OODBenchmark(Benchmark):
             )
 
     def _limited(self, split: Split, limit: int | None, purpose: str) -> Split:
-        chosen = balanced_subset(split.labels.numpy(), limit, stream(self.seed, "limit", purpose))
-        return split.subset(chosen).with_transform(self.test_transform)
+        return split.balanced(limit, stream(self.seed, "limit", purpose)).with_transform(self.test_transform)
 
     def train_set(self) -> Split:
         """ID training samples behind ``train_transform``."""
@@ -137,11 +123,7 @@ class OODBenchmark(Benchmark):
         return self._train
 
     def val_set(self) -> Split:
-        """Held-out ID samples, none of them in :meth:`train_set`, behind ``test_transform``.
-
-        Raises:
-            ValueError: nothing was held out.
-        """
+        """Held-out ID samples behind ``test_transform``, none of them in :meth:`train_set`; ValueError without any."""
         if len(self._val) == 0:
             raise ValueError(f"{self.name} holds out no validation data; construct it with val_fraction > 0")
         return self._val
@@ -156,9 +138,6 @@ class OODBenchmark(Benchmark):
         Returns:
             With both, one data set per entry of ``ood_names``: the ID test set followed by that OOD set. With
             ``unknown`` only, the OOD sets; with ``known`` only, the ID test set, once.
-
-        Raises:
-            ValueError: neither is asked for.
         """
         if known and unknown:
             return [self.test_in + ood for ood in self.test_oods]
@@ -179,24 +158,15 @@ class OODBenchmark(Benchmark):
 
         Args:
             split: ``"train"``, ``"val"``, ``"test"`` or a name of ``ood_names``; None covers all of them.
-
-        Returns:
-            64 hexadecimal digits.
         """
         splits = self._splits()
         if split is not None:
             key = split if split in splits else f"ood:{split}"
             if key not in splits:
                 raise ValueError(f"{self.name} has no split {split!r}; it has train, val, test, {self.ood_names}")
-            return self._digest(key, splits[key])
-        parts = [f"{key} {self._digest(key, part)}" for key, part in splits.items()]
+            return splits[key].digest()
+        parts = [f"{key} {part.digest()}" for key, part in splits.items()]
         return hashlib.sha256("\n".join([FINGERPRINT_VERSION, self.name, *parts]).encode()).hexdigest()
-
-    def _digest(self, key: str, split: Split) -> str:
-        # the data never changes after construction, and hashing a gigabyte takes a second
-        if key not in self._digests:
-            self._digests[key] = split.digest()
-        return self._digests[key]
 
     def __repr__(self) -> str:
         sizes = [f"{name.removeprefix('ood:')}={len(split)}" for name, split in self._splits().items()]

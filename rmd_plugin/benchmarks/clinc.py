@@ -94,11 +94,7 @@ class CLINC150(OODBenchmark):
 
 
 def read_clinc(path: str | Path) -> dict[str, list[tuple[str, str]]]:
-    """The six splits of a CLINC150 file as lists of (query, intent).
-
-    Raises:
-        DataFormatError: the file is not JSON of that form.
-    """
+    """The six splits of a CLINC150 file as lists of (query, intent)."""
     content = read_json(path)
     if not isinstance(content, dict) or not set(_SPLITS) <= set(content):
         have = sorted(content) if isinstance(content, dict) else type(content).__name__

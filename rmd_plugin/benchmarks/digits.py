@@ -6,7 +6,7 @@ import numpy as np
 
 from .base import OODBenchmark
 from .sources import TensorRows
-from .splits import OODSet, Parts, Split, stratified_split, stream
+from .splits import OODSet, Parts, Split, stream
 
 _MAX_INK = 16.0  # scikit-learn stores the 8 x 8 images with integer values 0..16
 
@@ -51,22 +51,19 @@ class Digits(OODBenchmark):
         images = (data.images / _MAX_INK).astype(np.float32)[:, None]
         labels = data.target.astype(np.int64)
         digits = Split(TensorRows(images), labels)
-
-        inside = np.flatnonzero(labels < self.num_classes)
-        fractions = [self.test_fraction, self.val_fraction]
-        test, val, train = (
-            inside[part] for part in stratified_split(labels[inside], fractions, stream(self.seed, "digits"))
-        )
-        noise = stream(self.seed, "noise").random((len(test), *images.shape[1:]), dtype=np.float32)
+        inside = digits.subset(np.flatnonzero(labels < self.num_classes))
         near = digits.subset(np.flatnonzero(labels >= self.num_classes))
+        fractions = [self.test_fraction, self.val_fraction]
+        test, val, train = inside.stratified(fractions, stream(self.seed, "digits"))
+        noise = stream(self.seed, "noise").random((len(test), *images.shape[1:]), dtype=np.float32)
         return Parts(
             class_names=[str(digit) for digit in range(self.num_classes)],
-            train=digits.subset(train),
-            val=digits.subset(val),
-            test=digits.subset(test),
+            train=train,
+            val=val,
+            test=test,
             oods=[
                 OODSet(f"digits_{self.num_classes}_9", "near", near),
                 OODSet("noise", "far", Split(TensorRows(noise), np.zeros(len(noise)))),
-                OODSet("inverted", "far", Split(TensorRows(1 - images[test]), labels[test])),
+                OODSet("inverted", "far", Split(TensorRows(1 - images[test.indices]), test.labels)),
             ],
         )

@@ -16,11 +16,6 @@ class DataFormatError(ValueError):
         path: the offending file.
         reason: what was expected and what came.
         offset: position of the fault in bytes (of the unpacked stream for a compressed file), if known.
-
-    Attributes:
-        path: the offending file.
-        reason: what was expected and what came.
-        offset: position of the fault in bytes, or None.
     """
 
     def __init__(self, path: str | Path, reason: str, offset: int | None = None) -> None:

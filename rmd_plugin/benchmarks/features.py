@@ -11,9 +11,9 @@ import torch
 from .base import OODBenchmark
 from .errors import DataFormatError, DataNotFoundError
 from .readers.arrays import read_npy, read_npz, read_pt
-from .readers.downloads import DATA_DIR_VARIABLE, resolve_data_dir
+from .readers.downloads import resolve_data_dir
 from .sources import TensorRows
-from .splits import OODSet, Parts, Split, stratified_split, stream
+from .splits import OODSet, Parts, Split, stream
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _CHECK_ROWS = 65_536
@@ -63,6 +63,10 @@ class Features(OODBenchmark):
     dtype: Literal["float32", "float64"] = "float32"
     feature_dim: int = field(init=False, default=0)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.class_names = self.class_names or [str(label) for label in range(self.num_classes)]
+
     def load(self) -> Parts:
         """Read the file and check every array."""
         if self.dtype not in _DTYPES:
@@ -77,10 +81,9 @@ class Features(OODBenchmark):
         val: Split | None = None
         if "features" in self._arrays:
             mixed = self._split("features", "labels")
-            inside = np.flatnonzero(mixed.labels >= 0)
+            inside = mixed.subset(np.flatnonzero(mixed.labels >= 0))
             fractions = [self.test_fraction, self.val_fraction]
-            parts = stratified_split(mixed.labels.numpy()[inside], fractions, stream(self.seed, "features"))
-            test, val, train = (mixed.subset(inside[part]) for part in parts)
+            test, val, train = inside.stratified(fractions, stream(self.seed, "features"))
         else:
             train, mixed = self._split("train_features", "train_labels"), self._split("test_features", "test_labels")
             if (train.labels < 0).any():
@@ -90,31 +93,22 @@ class Features(OODBenchmark):
                 val = self._split("val_features", "val_labels")
 
         oods = self._ood_sets(mixed.subset(np.flatnonzero(mixed.labels < 0)))
-        if len(train) == 0 or len(test) == 0:
-            raise self._error("has no in-distribution samples (labels >= 0) left to train or test on")
-        count = self._check_labels(train, test, val)
-        if self.class_names is not None and len(self.class_names) != count:
-            raise ValueError(f"{len(self.class_names)} class_names for the {count} classes of {self.path}")
-        names = self.class_names or [str(label) for label in range(count)]
-        return Parts(names, train, test, oods, val=val, val_fraction=self.val_fraction)
+        if self.class_names is not None and len(train):
+            count = int(train.labels.max()) + 1
+            if len(self.class_names) != count:
+                raise ValueError(f"{len(self.class_names)} class_names for the {count} classes of {self.path}")
+        return Parts(self.class_names, train, test, oods, val=val, val_fraction=self.val_fraction)
 
     def _find(self, path: str | Path) -> Path:
         path = Path(path).expanduser()
-        if path.is_file():
-            return path
-        looked = [str(path)]
-        if not path.is_absolute():
-            try:
-                inside = resolve_data_dir(self.data_dir, str(path)) / path
-            except DataNotFoundError:
-                looked.append(f"no data folder, {DATA_DIR_VARIABLE} is not set")
-            else:
-                if inside.is_file():
-                    return inside
-                looked.append(str(inside))
-        raise DataNotFoundError(
-            f"no file of features: looked for {'; '.join(looked)}. Pass path=FILE (.npz, .pt or .npy)."
-        )
+        places = [path]
+        if not path.is_absolute() and not path.is_file():
+            places.append(resolve_data_dir(self.data_dir, f"no file of features: looked for {path}; else it") / path)
+        for place in places:
+            if place.is_file():
+                return place
+        looked = "; ".join(map(str, places))
+        raise DataNotFoundError(f"no file of features: looked for {looked}. Pass path=FILE (.npz, .pt or .npy).")
 
     def _error(self, reason: str) -> DataFormatError:
         return DataFormatError(self.path, reason)
@@ -169,27 +163,9 @@ class Features(OODBenchmark):
                 if len(rows) == 0:
                     raise self._error(f"the OOD set {key!r} is empty")
                 oods.append(OODSet(name, distance, Split(rows, np.zeros(len(rows)))))
-        names = [ood.name for ood in oods]
-        if len(set(names)) < len(names):
-            raise self._error(f"two OOD sets have the same name: {sorted(names)}")
         if not oods:
             raise self._error("has no OOD samples: neither labels < 0 nor arrays named near_NAME or far_NAME")
         return oods
-
-    def _check_labels(self, train: Split, test: Split, val: Split | None) -> int:
-        """Number of classes, from the training labels; those of the other parts must lie among them."""
-        found = np.unique(train.labels)
-        count = int(found[-1]) + 1
-        if len(found) < count:
-            missing = int(np.argmax(found != np.arange(len(found))))
-            raise self._error(
-                f"training labels must be 0..{count - 1} without gaps; {missing} is missing. Renumber them."
-            )
-        for part, split in (("test", test), ("val", val)):
-            if split is not None and len(split) and not 0 <= split.labels.min() <= split.labels.max() < count:
-                got = f"{split.labels.min()}..{split.labels.max()}"
-                raise self._error(f"the {part} labels must lie in 0..{count - 1} as in training, got {got}")
-        return count
 
 
 def _load(path: Path, labels_path: Path | None) -> dict[str, np.ndarray]:
@@ -197,7 +173,7 @@ def _load(path: Path, labels_path: Path | None) -> dict[str, np.ndarray]:
     if (suffix == ".npy") != (labels_path is not None):
         raise ValueError(f"labels_path belongs to an .npy file of features and only there; path is {path}")
     if labels_path is not None:
-        return {"features": read_npy(path, mmap=True), "labels": read_npy(labels_path)}
+        return {"features": read_npy(path), "labels": read_npy(labels_path)}
     if suffix == ".npz":
         return read_npz(path)
     if suffix in (".pt", ".pth"):

@@ -1,9 +1,8 @@
 """Bacteria genomics: 250-base reads of 10 ID genera, reads of other genera as OOD."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,37 +13,25 @@ from tqdm import tqdm
 from .base import OODBenchmark
 from .errors import DataFormatError, DataNotFoundError
 from .readers.downloads import fetch, resolve_data_dir, unzip
-from .readers.fasta import BASES
-from .readers.genomes import Cut, GenomeFolder
-from .readers.reads import NUM_ID, read_labels, read_table_reads, read_tfrecord_reads
+from .readers.fasta import BASES, OTHER, READ_LENGTH, encode_bases
+from .readers.genomes import GenomeFolder
+from .readers.text import read_json, read_table
+from .readers.tfrecord import read_examples
 from .sources import Reads
-from .splits import OODSet, Parts, Split, Transform
+from .splits import Distance, OODSet, Parts, Split, Transform
 
 _FOLDERS = {"published": "genomics_ood", "genomes": "genomes"}
 _TRAIN, _VAL, _TEST = "before_2011_in_tr", "between_2011-2016_in_val", "after_2016_in_test"
 _OOD_VAL, _OOD_TEST = "between_2011-2016_ood_val", "after_2016_ood_test"
+_NUM_ID = 10
+_COLUMNS = ["seq", "label", "seq_info", "domain"]
 _URL = "https://storage.googleapis.com/tfds-data/downloads/genomics_ood/genomics_ood.zip"
 _SHA256 = "4260cfaf5c919b55bb6d0e78d1a498990b7b7331f7daa6ac7e0af9dfb415e004"
 
 
 def one_hot(read: Tensor) -> Tensor:
-    """One-hot form of a read; a base that is none of A, C, G, T is a column of zeros.
-
-    Args:
-        read: base ids of shape (L,).
-
-    Returns:
-        Float tensor of shape (4, L).
-    """
+    """Base ids (L,) as floats (4, L); a base that is none of A, C, G, T is a column of zeros."""
     return (read[None] == torch.arange(len(BASES))[:, None]).float()
-
-
-def tokens(read: Tensor) -> Tensor:
-    """The base ids themselves, shape (L,), int64: A, C, G, T = 0..3, other = 4."""
-    return read
-
-
-_ENCODINGS: dict[str, Callable[[Tensor], Tensor]] = {"one_hot": one_hot, "tokens": tokens}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -76,7 +63,6 @@ class Genomics(OODBenchmark):
     """
 
     name = "genomics"
-    read_length: ClassVar[int] = 250
     info = BenchmarkInfo(
         paper=Paper(
             title="Likelihood Ratios for Out-of-Distribution Detection",
@@ -107,11 +93,11 @@ class Genomics(OODBenchmark):
             folder = resolve_data_dir(self.data_dir, str(folder)) / folder
         return self._load_published(folder) if self.source == "published" else self._cut_genomes(folder)
 
-    def default_transform(self) -> Transform:
+    def default_transform(self) -> Transform | None:
         """The encoding asked for."""
-        if self.encoding not in _ENCODINGS:
+        if self.encoding not in ("one_hot", "tokens"):
             raise ValueError(f"encoding must be one_hot or tokens, got {self.encoding!r}")
-        return _ENCODINGS[self.encoding]
+        return one_hot if self.encoding == "one_hot" else None
 
     def _load_published(self, folder: Path) -> Parts:
         if not _present(folder, _TRAIN):
@@ -130,8 +116,8 @@ class Genomics(OODBenchmark):
                 f"the Genomics OOD benchmark is incomplete: {absent[0]} is missing in {folder}. "
                 "Expected are the training split and the 2011-2016 splits, or all splits up to after 2016."
             )
-        labels = read_labels(folder, _TRAIN)
-        names = sorted((genus for genus, label in labels.items() if label < NUM_ID), key=lambda genus: labels[genus])
+        labels = _read_labels(folder)
+        names = sorted((genus for genus, label in labels.items() if label < _NUM_ID), key=lambda genus: labels[genus])
         splits = {split: self._read(folder, split, labels) for split in [_TRAIN, *wanted]}
         ood = OODSet("ood_test" if complete else "ood_val", "near", splits[wanted[-1]])
         if complete:
@@ -145,10 +131,10 @@ class Genomics(OODBenchmark):
         parts = []
         for file in tqdm(files, desc=split, unit="file", leave=False, disable=None):
             if file == table:
-                reads, classes = read_table_reads(file, labels, self.read_length)
+                reads, classes = read_table_reads(file, labels)
             else:
-                reads, classes = read_tfrecord_reads(file, self.read_length)
-            wrong = np.flatnonzero((classes >= NUM_ID) != ood)
+                reads, classes = read_tfrecord_reads(file)
+            wrong = np.flatnonzero((classes >= _NUM_ID) != ood)
             if len(wrong):
                 kind = "an OOD" if ood else "an in-distribution"
                 raise DataFormatError(file, f"example {wrong[0]} has class {classes[wrong[0]]}, not {kind} one")
@@ -167,23 +153,77 @@ class Genomics(OODBenchmark):
         counts = {"train": self.n_train, "val": self.n_val, "test": self.n_test}
         if min(counts.values()) < 1:
             raise ValueError(f"n_train, n_val and n_test must be at least 1, got {counts}")
-        genomes = GenomeFolder(folder, read_length=self.read_length, val_fraction=self.val_fraction, seed=self.seed)
-        cuts = {role: _split(cut) for role, cut in genomes.cut_id(counts).items()}
+        genomes = GenomeFolder(folder, val_fraction=self.val_fraction, seed=self.seed)
+        cuts = {role: Split(Reads(cut.reads), cut.genera) for role, cut in genomes.cut_id(counts).items()}
         kingdom = {genome.genus: genome.kingdom for genome in genomes.genomes}
         id_kingdoms = {kingdom[genus] for genus in genomes.genera("id")}
         oods = []
-        for group in sorted(
-            {kingdom[genus] for genus in genomes.genera("ood")}, key=lambda group: (group not in id_kingdoms, group)
-        ):
-            genera = [genus for genus in genomes.genera("ood") if kingdom[genus] == group]
-            ood = _split(genomes.cut_ood(genera, self.n_test))
-            oods.append(OODSet(f"ood_{group}", "near" if group in id_kingdoms else "far", ood))
+        for group in sorted({kingdom[genus] for genus in genomes.genera("ood")}):
+            cut = genomes.cut_ood([genus for genus in genomes.genera("ood") if kingdom[genus] == group], self.n_test)
+            distance: Distance = "near" if group in id_kingdoms else "far"
+            oods.append(OODSet(f"ood_{group}", distance, Split(Reads(cut.reads), cut.genera)))
+        oods.sort(key=lambda ood: ood.distance == "far")
         return Parts(genomes.genera("id"), cuts["train"], cuts["test"], oods, val=cuts["val"])
-
-
-def _split(cut: Cut) -> Split:
-    return Split(Reads(cut.reads), cut.genera)
 
 
 def _present(folder: Path, split: str) -> bool:
     return any((folder / split).glob("*.tfrecord*")) or (folder / f"{split}.txt").is_file()
+
+
+def _read_labels(folder: Path) -> dict[str, int]:
+    """Genus -> label of ``label_dict.json``; without it, the genera of the table of training reads in sorted order."""
+    path = folder / "label_dict.json"
+    if path.is_file():
+        content = read_json(path, max_bytes=1 << 20)
+        if not isinstance(content, dict) or not all(type(label) is int and label >= 0 for label in content.values()):
+            raise DataFormatError(path, "must be an object of genus: label with labels >= 0")
+        if not set(range(_NUM_ID)) <= set(content.values()) or len(set(content.values())) < len(content):
+            raise DataFormatError(path, f"must give the labels 0..{_NUM_ID - 1} to one genus each")
+        return content
+    table = folder / f"{_TRAIN}.txt"
+    if not table.is_file():
+        raise DataNotFoundError(f"label_dict.json, which names the genera, is not there: looked for {path}.")
+    genera = sorted({cells[1].decode("utf-8", "replace") for _, cells in read_table(table, _COLUMNS)})
+    if len(genera) != _NUM_ID:
+        raise DataFormatError(table, f"has {len(genera)} genera, {_NUM_ID} are expected")
+    return {genus: label for label, genus in enumerate(genera)}
+
+
+def read_tfrecord_reads(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Reads (N, L), uint8, and labels (N,) of a TFRecord file: feature ``x`` is digits and blanks, ``y`` a label."""
+    width = 2 * READ_LENGTH - 1
+    texts: list[bytes] = []
+    labels: list[int] = []
+    offsets: list[int] = []
+    for offset, (x, y) in read_examples(path, ["x", "y"]):
+        if len(x) != 1 or not isinstance(x[0], bytes) or len(x[0]) != width:
+            raise DataFormatError(path, f"feature 'x' must be one string of {width} bytes", offset)
+        if len(y) != 1 or not isinstance(y[0], int) or not 0 <= y[0] < 1 << 31:
+            raise DataFormatError(path, f"feature 'y' must be one label >= 0, got {y!r:.80}", offset)
+        texts.append(x[0])
+        labels.append(y[0])
+        offsets.append(offset)
+    grid = np.frombuffer(b"".join(texts), dtype=np.uint8).reshape(len(texts), width)
+    # unsigned: whatever is below '0' wraps around to a large number
+    reads = grid[:, ::2] - np.uint8(ord("0"))
+    bad = np.flatnonzero((reads > OTHER).any(axis=1) | (grid[:, 1::2] != ord(" ")).any(axis=1))
+    if len(bad):
+        raise DataFormatError(path, f"feature 'x' must be digits 0..{OTHER} separated by blanks", offsets[bad[0]])
+    return reads, np.array(labels, dtype=np.int64)
+
+
+def read_table_reads(path: Path, labels: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Reads (N, L), uint8, and labels (N,) of a text table; a genus without a label is OOD and gets one after those."""
+    rows = list(read_table(path, _COLUMNS))
+    for offset, cells in rows:
+        if len(cells[0]) != READ_LENGTH:
+            raise DataFormatError(path, f"a read of {len(cells[0])} letters, {READ_LENGTH} are expected", offset)
+    reads = encode_bases(b"".join(cells[0] for _, cells in rows)).reshape(len(rows), READ_LENGTH)
+    bad = np.flatnonzero((reads > OTHER).any(axis=1))
+    if len(bad):
+        raise DataFormatError(path, "a read with letters that are no bases", rows[bad[0]][0])
+    genera = [cells[1].decode("utf-8", "replace") for _, cells in rows]
+    first_free = max([_NUM_ID, *(label + 1 for label in labels.values())])
+    extra = sorted(set(genera) - set(labels))
+    label_of = {**labels, **{genus: first_free + number for number, genus in enumerate(extra)}}
+    return reads, np.array([label_of[genus] for genus in genera], dtype=np.int64)

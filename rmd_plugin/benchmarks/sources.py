@@ -5,9 +5,9 @@ fingerprint depends on the data alone and not on file formats or library version
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -15,49 +15,48 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import functional as vision
-from typing_extensions import override
 
 from rmd_plugin.compare.fingerprint import fingerprint
 
 from .errors import DataFormatError
 
 _HASH_ROWS = 4096
-Update = Callable[[bytes], None]
+Items = TypeVar("Items")
 
 
-class Source(ABC):
+class Source(ABC, Generic[Items]):
     """Indexable raw items with a content hash."""
 
     #: tensors of this source have passed a transform already, so no other one is put in front of them
     transformed: ClassVar[bool] = False
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __init__(self, items: Items) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)  # type: ignore[arg-type]
 
     @abstractmethod
     def __getitem__(self, index: int) -> object: ...
 
     @abstractmethod
-    def feed(self, indices: np.ndarray, update: Update) -> None:
+    def _chunks(self, indices: np.ndarray) -> Iterator[bytes]: ...
+
+    def feed(self, indices: np.ndarray, update: Callable[[bytes], None]) -> None:
         """Feed the content of the items at ``indices``, shape (N,), to ``update`` of a hash."""
+        for chunk in self._chunks(indices):
+            update(chunk)
 
 
-class _Rows(Source):
+class _Rows(Source[np.ndarray]):
     """Rows of one array, shape (N, ...)."""
 
     kind: ClassVar[str]
 
-    def __init__(self, rows: np.ndarray) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @override
-    def feed(self, indices: np.ndarray, update: Update) -> None:
-        update(f"{self.kind} {self.rows.dtype.str} {self.rows.shape[1:]} {len(indices)}\n".encode())
+    def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        yield f"{self.kind} {self.items.dtype.str} {self.items.shape[1:]} {len(indices)}\n".encode()
         for start in range(0, len(indices), _HASH_ROWS):
-            update(np.ascontiguousarray(self.rows[indices[start : start + _HASH_ROWS]]).tobytes())
+            yield self.items[indices[start : start + _HASH_ROWS]].tobytes()
 
 
 class ImageRows(_Rows):
@@ -66,7 +65,7 @@ class ImageRows(_Rows):
     kind = "image"
 
     def __getitem__(self, index: int) -> Image.Image:
-        return Image.fromarray(self.rows[index])
+        return Image.fromarray(self.items[index])
 
 
 class Reads(_Rows):
@@ -75,7 +74,7 @@ class Reads(_Rows):
     kind = "read"
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.from_numpy(self.rows[index].astype(np.int64))
+        return torch.from_numpy(self.items[index].astype(np.int64))
 
 
 class TensorRows(_Rows):
@@ -89,76 +88,58 @@ class TensorRows(_Rows):
 
     def __getitem__(self, index: int) -> Tensor:
         # a copy: rows may be a read-only memory map
-        return torch.from_numpy(np.array(self.rows[index])).to(self.dtype)
+        return torch.from_numpy(np.array(self.items[index])).to(self.dtype)
 
-    @override
-    def feed(self, indices: np.ndarray, update: Update) -> None:
-        update(f"{self.dtype} ".encode())
-        super().feed(indices, update)
+    def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        yield f"{self.dtype} ".encode()
+        yield from super()._chunks(indices)
 
 
-class Texts(Source):
+class Texts(Source[Sequence[str]]):
     """Strings."""
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        self.texts = list(texts)
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
     def __getitem__(self, index: int) -> str:
-        return self.texts[index]
+        return self.items[index]
 
-    @override
-    def feed(self, indices: np.ndarray, update: Update) -> None:
-        update(f"text {len(indices)}\n".encode())
+    def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        yield f"text {len(indices)}\n".encode()
         for index in indices:
-            content = self.texts[index].encode()
-            update(f"{len(content)}\n".encode() + content)
+            content = self.items[index].encode()
+            yield f"{len(content)}\n".encode() + content
 
 
-class ImageFiles(Source):
+class ImageFiles(Source[Sequence[Path]]):
     """Pictures of any size on disk, scaled and centre-cropped to squares of ``size`` pixels."""
 
     def __init__(self, paths: Sequence[Path], size: int) -> None:
-        self.paths, self.size = list(paths), size
-
-    def __len__(self) -> int:
-        return len(self.paths)
+        super().__init__(paths)
+        self.size = size
 
     def __getitem__(self, index: int) -> Image.Image:
         try:
-            with Image.open(self.paths[index]) as opened:
+            with Image.open(self.items[index]) as opened:
                 image = opened.convert("RGB")
         except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise DataFormatError(self.paths[index], f"is not a readable picture: {error}") from None
+            raise DataFormatError(self.items[index], f"is not a readable picture: {error}") from None
         cropped: Image.Image = vision.center_crop(vision.resize(image, self.size), self.size)
         return cropped
 
-    @override
-    def feed(self, indices: np.ndarray, update: Update) -> None:
-        update(f"files {self.size} {len(indices)}\n".encode())
+    def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        yield f"files {self.size} {len(indices)}\n".encode()
         for index in indices:
-            content = self.paths[index].read_bytes()
-            update(f"{len(content)}\n".encode() + content)
+            content = self.items[index].read_bytes()
+            yield f"{len(content)}\n".encode() + content
 
 
-class DatasetItems(Source):
+class DatasetItems(Source[Dataset[Any]]):
     """Inputs of a data set of pairs ``(x, label)``, as they come out of it."""
 
     transformed = True
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
     def __getitem__(self, index: int) -> object:
-        return self.dataset[index][0]
+        return self.items[index][0]
 
-    @override
-    def feed(self, indices: np.ndarray, update: Update) -> None:
-        update(f"items {len(indices)}\n".encode())
+    def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        yield f"items {len(indices)}\n".encode()
         for index in indices:
-            update(fingerprint(self[int(index)]).encode())
+            yield fingerprint(self[int(index)]).encode()

@@ -4,7 +4,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,14 +27,11 @@ class Split(Dataset[tuple[object, int]]):
         labels: label of each item of this split, shape (N,); negative for OOD.
         indices: which items of the source belong to this split, shape (N,); None means all.
         transform: applied to the raw item; None leaves it as it is.
-
-    Attributes:
-        labels: labels of shape (N,), int64.
     """
 
     def __init__(
         self,
-        source: Source,
+        source: Source[Any],
         labels: np.ndarray | Tensor,
         indices: np.ndarray | None = None,
         transform: Transform | None = None,
@@ -68,6 +65,38 @@ class Split(Dataset[tuple[object, int]]):
         """The samples at positions ``chosen``, shape (M,)."""
         return Split(self.source, self.labels[chosen], self.indices[chosen], self.transform)
 
+    def stratified(self, fractions: Sequence[float], rng: np.random.Generator) -> list["Split"]:
+        """Disjoint parts, each with the classes in the proportions of the whole.
+
+        Args:
+            fractions: share of each part but the last, which takes the rest; their sum is below 1.
+            rng: source of randomness.
+        """
+        if any(not 0 <= fraction < 1 for fraction in fractions) or sum(fractions) >= 1:
+            raise ValueError(f"fractions must be in [0, 1) with a sum below 1, got {list(fractions)}")
+        labels = self.labels.numpy()
+        parts: list[list[np.ndarray]] = [[np.empty(0, dtype=np.intp)] for _ in range(len(fractions) + 1)]
+        for label in np.unique(labels):
+            members = rng.permutation(np.flatnonzero(labels == label))
+            cuts = np.rint(np.cumsum(fractions) * len(members)).astype(int)
+            for part, piece in zip(parts, np.split(members, cuts), strict=True):
+                part.append(piece)
+        return [self.subset(np.sort(np.concatenate(part))) for part in parts]
+
+    def balanced(self, limit: int | None, rng: np.random.Generator) -> "Split":
+        """At most ``limit`` samples (None: all), classes as even as the data allows: sizes differ by one at most."""
+        if limit is None or limit >= len(self):
+            return self
+        order = rng.permutation(len(self))
+        _, shuffled = np.unique(self.labels.numpy()[order], return_inverse=True)
+        by_class = np.argsort(shuffled, kind="stable")
+        counts = np.bincount(shuffled)
+        # rank of each sample within its class: keep all of rank 0, then rank 1, ... until the limit
+        rank = np.empty(len(self), dtype=np.intp)
+        rank[by_class] = np.concatenate([np.arange(count) for count in counts])
+        turn = rng.permutation(len(counts))[shuffled]
+        return self.subset(np.sort(order[np.lexsort((turn, rank))[:limit]]))
+
     def digest(self) -> str:
         """Hexadecimal hash of the raw items and the labels, in order. The transform does not count."""
         content = hashlib.sha256(FINGERPRINT_VERSION.encode())
@@ -78,104 +107,27 @@ class Split(Dataset[tuple[object, int]]):
 
 @dataclass
 class OODSet:
-    """An OOD test set.
+    """An OOD test set. Labels of its split only serve to draw a balanced subset; the benchmark labels it ``-1``."""
 
-    Attributes:
-        name: its name in results.
-        distance: how far it is from the training data; empty where nobody says.
-        split: its samples. Their labels only serve to draw a balanced subset; the benchmark labels them ``-1``.
-    """
-
-    name: str
-    distance: Distance
+    name: str  #: as it stands in results
+    distance: Distance  #: how far it is from the training data; empty where nobody says
     split: Split = field(repr=False)
 
 
 @dataclass
 class Parts:
-    """What a benchmark loads, before limits are applied.
+    """What a benchmark loads, before limits are applied: ID samples for training and testing, and OOD test sets."""
 
-    Attributes:
-        class_names: names of the classes in the order of their labels; None where they have none.
-        train: ID training samples.
-        test: ID test samples.
-        oods: OOD test sets, near ones first.
-        val: ID validation samples, if the data has any.
-        val_fraction: share of ``train`` to hold out where ``val`` is None.
-    """
-
-    class_names: Sequence[str] | None
+    class_names: Sequence[str] | None  #: in the order of the labels; None where the classes have no names
     train: Split
     test: Split
-    oods: Sequence[OODSet]
-    val: Split | None = None
-    val_fraction: float = 0.0
+    oods: Sequence[OODSet]  #: near ones first
+    val: Split | None = None  #: ID validation samples, if the data has any
+    val_fraction: float = 0.0  #: share of ``train`` to hold out where ``val`` is None
 
 
 def stream(seed: int, *purpose: str) -> np.random.Generator:
-    """Random generator of its own for one purpose, so that one draw never shifts another.
-
-    Args:
-        seed: the benchmark's seed, >= 0.
-        purpose: words that name the draw, such as ``"split"`` or ``"noise", "test"``.
-
-    Returns:
-        A generator that depends on the seed and the words only.
-    """
+    """Random generator of its own for the draw that the words name, so that one draw never shifts another."""
     if seed < 0:
         raise ValueError(f"seed must be >= 0, got {seed}")
     return np.random.default_rng([seed, *(zlib.crc32(word.encode()) for word in purpose)])
-
-
-def stratified_split(labels: np.ndarray, fractions: Sequence[float], rng: np.random.Generator) -> list[np.ndarray]:
-    """Disjoint parts of a labelled set, each with the classes in the proportions of the whole.
-
-    Args:
-        labels: class of each sample, shape (N,).
-        fractions: share of each part but the last, which takes the rest; their sum is below 1.
-        rng: source of randomness.
-
-    Returns:
-        ``len(fractions) + 1`` sorted index arrays.
-
-    Example:
-        >>> import numpy as np
-        >>> held_out, rest = stratified_split(np.repeat([0, 1], 10), [0.2], np.random.default_rng(0))
-        >>> len(held_out), len(rest)
-        (4, 16)
-    """
-    if any(not 0 <= fraction < 1 for fraction in fractions) or sum(fractions) >= 1:
-        raise ValueError(f"fractions must be in [0, 1) with a sum below 1, got {list(fractions)}")
-    parts: list[list[np.ndarray]] = [[] for _ in range(len(fractions) + 1)]
-    for label in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == label))
-        cuts = np.rint(np.cumsum(fractions) * len(members)).astype(int)
-        for part, piece in zip(parts, np.split(members, cuts), strict=True):
-            part.append(piece)
-    return [np.sort(np.concatenate(part)) if part else np.empty(0, dtype=np.intp) for part in parts]
-
-
-def balanced_subset(labels: np.ndarray, limit: int | None, rng: np.random.Generator) -> np.ndarray:
-    """At most ``limit`` samples with the classes as even as the data allows.
-
-    Class sizes differ by at most one unless a class runs out of samples.
-
-    Args:
-        labels: class of each sample, shape (N,).
-        limit: number of samples to keep; None keeps all.
-        rng: source of randomness.
-
-    Returns:
-        Sorted indices, shape (min(limit, N),).
-    """
-    if limit is None or limit >= len(labels):
-        return np.arange(len(labels))
-    order = rng.permutation(len(labels))
-    _, shuffled = np.unique(labels[order], return_inverse=True)
-    by_class = np.argsort(shuffled, kind="stable")
-    counts = np.bincount(shuffled)
-    # rank of each sample within its class: keep all of rank 0, then rank 1, ... until the limit
-    rank = np.empty(len(labels), dtype=np.intp)
-    rank[by_class] = np.concatenate([np.arange(count) for count in counts])
-    turn = rng.permutation(len(counts))[shuffled]
-    return np.sort(order[np.lexsort((turn, rank))[:limit]])

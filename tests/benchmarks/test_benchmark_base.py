@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from rmd_plugin.benchmarks import DataFormatError, DataNotFoundError, Digits, OODBenchmark, Simulation, Split
 from rmd_plugin.benchmarks.sources import ImageRows, Reads, TensorRows, Texts
-from rmd_plugin.benchmarks.splits import balanced_subset, stratified_split, stream
+from rmd_plugin.benchmarks.splits import stream
 
 LABELS = st.lists(st.integers(0, 5), min_size=1, max_size=80).map(np.array)
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,8 @@ def small_simulation(**options):
 @given(LABELS, st.floats(0, 0.45), st.floats(0, 0.45), st.integers(0, 99))
 @settings(deadline=None)
 def test_a_stratified_split_is_a_partition_with_the_proportions_of_the_whole(labels, first, second, seed):
-    parts = stratified_split(labels, [first, second], np.random.default_rng(seed))
+    split = Split(TensorRows(labels), labels)
+    parts = [part.indices for part in split.stratified([first, second], np.random.default_rng(seed))]
     assert sorted(np.concatenate(parts)) == list(range(len(labels)))
     for label, count in Counter(labels.tolist()).items():
         for part, share in zip(parts[:2], (first, second), strict=True):
@@ -46,7 +47,7 @@ def test_a_stratified_split_is_a_partition_with_the_proportions_of_the_whole(lab
 @given(LABELS, st.integers(1, 100), st.integers(0, 99))
 @settings(deadline=None)
 def test_a_balanced_subset_is_as_even_as_the_classes_allow(labels, limit, seed):
-    chosen = balanced_subset(labels, limit, np.random.default_rng(seed))
+    chosen = Split(TensorRows(labels), labels).balanced(limit, np.random.default_rng(seed)).indices
     assert len(chosen) == min(limit, len(labels))
     assert len(set(chosen.tolist())) == len(chosen)
     available, taken = Counter(labels.tolist()), Counter(labels[chosen].tolist())

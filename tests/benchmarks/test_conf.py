@@ -1,25 +1,21 @@
 """Every file of conf/benchmark: its command, the class's own defaults, and a benchmark when it is composed."""
 
 import inspect
-from pathlib import Path
 
+import config_kit
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from rmd_plugin.benchmarks import DataNotFoundError, OODBenchmark
 
-FOLDER = Path(__file__).parents[2] / "conf"
-NAMES = sorted(path.stem for path in (FOLDER / "benchmark").glob("*.yaml"))
-SHARED = {"data_dir": None, "limit_train": None, "limit_test": None, "seed": 0}
+NAMES = config_kit.choices("benchmark")
 
 
 def composed(name, *overrides):
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return compose(overrides=[f"+benchmark={name}", *overrides]).benchmark
+    return config_kit.composed("compare", f"benchmark={name}", *overrides).benchmark
 
 
 def test_there_is_a_config_for_every_benchmark_of_the_plan():
@@ -29,7 +25,7 @@ def test_there_is_a_config_for_every_benchmark_of_the_plan():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_config_names_its_command_its_class_and_the_class_s_own_defaults(name):
-    first = (FOLDER / "benchmark" / f"{name}.yaml").read_text().splitlines()[0]
+    first = (config_kit.CONF / "benchmark" / f"{name}.yaml").read_text().splitlines()[0]
     assert first.startswith("# rmd-compare ")
     assert f"benchmark={name}" in first
     config = composed(name)
@@ -51,13 +47,13 @@ def test_a_config_names_its_command_its_class_and_the_class_s_own_defaults(name)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_run_s_own_options_reach_the_benchmark(name):
-    config = composed(name, "+seed=7", "+limit_train=200", "+limit_test=9", "++paths.data_dir=elsewhere")
+    config = composed(name, "seed=7", "limit_train=200", "limit_test=9", "paths.data_dir=elsewhere")
     assert (config.seed, config.limit_train, config.limit_test) == (7, 200, 9)
     assert config.get("data_dir", "elsewhere") == "elsewhere"
 
 
 def test_benchmarks_without_files_are_built_from_their_config():
-    digits = instantiate(composed("digits", "+seed=3", "+limit_train=60"))
+    digits = instantiate(composed("digits", "seed=3", "limit_train=60"))
     assert len(digits.train_set()) == 60
     simulation = instantiate(
         composed("simulation", "benchmark.dim=8", "benchmark.n_train=5", "benchmark.means=[0,1,2]")

