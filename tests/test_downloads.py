@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rmd_plugin.benchmarks.readers.cifar import load_cifar
+from rmd_plugin.benchmarks.cifar import load_cifar
 from torchvision.datasets import CIFAR10
 
 from rmd_plugin import downloads
