@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ STAGES = {TrainerFn.FITTING: "fit", TrainerFn.VALIDATING: "validate", TrainerFn.
 class Journal:
     """Keeps and logs one value for each epoch, detector, OOD set and metric. Figures go to ``folder``, if any."""
 
-    def __init__(self, prefix: str, folder: Path | None = None) -> None:
+    def __init__(self, prefix: str, folder: str | PathLike[str] | None = None) -> None:
         self.prefix = prefix
-        self.folder = folder
+        self.folder = None if folder is None else Path(folder)
         self.rows: list[dict[str, Any]] = []
 
     def record(
@@ -35,15 +36,6 @@ class Journal:
         self.rows.append({**when, "detector": detector, "ood": ood, "metric": metric, "value": value})
         name = "/".join(part for part in (detector, ood, metric) if part)
         self._log(trainer, module, name, value)
-
-    def record_all(
-        self, trainer: pl.Trainer, module: pl.LightningModule, values: Mapping[str, Mapping[str, float]]
-    ) -> None:
-        """Keep and log the values of each detector, under ``"<set>/<metric>"``."""
-        for detector, found in values.items():
-            for key, value in found.items():
-                ood, metric = key.rsplit("/", 1)
-                self.record(trainer, module, detector, ood, metric, value)
 
     def repeat(
         self, trainer: pl.Trainer, module: pl.LightningModule, detectors: Iterable[str], sets: Iterable[str]

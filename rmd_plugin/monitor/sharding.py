@@ -21,21 +21,15 @@ class Shard:
     """A process's share of a loader: samples dealt out one by one (``by_sample``), or whole batches."""
 
     def __init__(self, batches: Iterable[Any], rank: int, world: int, *, by_sample: bool) -> None:
-        self._batches = batches
-        self._rank = rank
-        self._world = world
-        self._by_sample = by_sample
+        self._batches, self._rank, self._world, self._by_sample = batches, rank, world, by_sample
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._batches)
 
-    def places(self, batch: int, start: int, size: int) -> Tensor:
+    def positions(self, batch: int, start: int, size: int) -> Tensor:
         """Numbers (size,) that put the samples of all processes into one order, the loader's own if it has one.
 
-        Args:
-            batch: number of the batch in this share.
-            start: number of samples in the batches before it.
-            size: number of samples in it.
+        ``start`` is the number of samples in the batches of this share before the one with the number ``batch``.
         """
         offsets = torch.arange(size)
         if self._by_sample:
@@ -116,12 +110,12 @@ def own_samples(loader: object, start: int, size: int, *, rank: int, world: int)
     if world == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    places = torch.arange(start, start + size)
+    positions = torch.arange(start, start + size)
     if isinstance(sampler, DistributedSampler):
-        # rank r holds places r, r + world, ... of the set, which is padded at its end by its first samples
-        return places * sampler.num_replicas + sampler.rank < len(sampler.dataset)  # type: ignore[arg-type]
+        # rank r holds positions r, r + world, ... of the set, which is padded at its end by its first samples
+        return positions * sampler.num_replicas + sampler.rank < len(sampler.dataset)  # type: ignore[arg-type]
     if isinstance(sampler, SequentialSampler):
-        return places % world == rank  # use_distributed_sampler=False: every process runs the whole set
+        return positions % world == rank  # use_distributed_sampler=False: every process runs the whole set
     return None
 
 
@@ -134,19 +128,9 @@ def _shard_batches(loader: Iterable[Any], rank: int, world: int, limit: float | 
             limit = math.ceil(limit * len(loader) / (1 if self_sharding else world))
         else:
             raise ValueError(f"a loader without a length cannot be limited to the fraction {limit}. Give an integer.")
-    stop = None if limit is None else int(limit)
-    if self_sharding:
-        return Shard(_Slice(loader, 0, stop, 1), rank, world, by_sample=False)
-    return Shard(_Slice(loader, rank, None if stop is None else stop * world, world), rank, world, by_sample=False)
-
-
-class _Slice:
-    def __init__(self, batches: Iterable[Any], start: int, stop: int | None, step: int) -> None:
-        self._arguments = (batches, start, stop, step)
-
-    def __iter__(self) -> Iterator[Any]:
-        batches, *bounds = self._arguments
-        return islice(batches, *bounds)
+    start, step = (0, 1) if self_sharding else (rank, world)
+    share = islice(loader, start, None if limit is None else int(limit) * step, step)
+    return Shard(share, rank, world, by_sample=False)
 
 
 def _dataset_indices(loader: DataLoader[Any]) -> Sequence[int]:
