@@ -241,8 +241,8 @@ def _write_arrays(folder: Path, batches: Batches, count: int) -> tuple[tuple[int
                 np.lib.format.write_array_header_1_0(file, header)
             if part.shape != (len(part_labels), width) or part.dtype != dtype:
                 raise ValueError(
-                    f"expected features of shape ({len(part_labels)}, {width}) and type {dtype}, one row per label, got "
-                    f"{part.shape} and {part.dtype}."
+                    f"expected features of shape ({len(part_labels)}, {width}) and type {dtype}, one row per label, "
+                    f"got {part.shape} and {part.dtype}."
                 )
             labels.append(part_labels)
             file.write(np.ascontiguousarray(part).data)

@@ -13,7 +13,7 @@ import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_info
 
-from rmd_plugin.compare.parts import Representation
+from rmd_plugin.compare.adapters import Representation
 from rmd_plugin.encoding.batch_encoder import BatchEncoder
 from rmd_plugin.encoding.batches import Encoded, EncodingError
 from rmd_plugin.encoding.isolation import isolated_rng, visiting

@@ -11,9 +11,8 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from rmd_plugin.compare.adapters import Adapter
+from rmd_plugin.compare.adapters import Adapter, Representation
 from rmd_plugin.compare.metrics import MEAN, METRICS, OODScores, check_set_names, compare_scores, quiet_compute
-from rmd_plugin.compare.parts import Representation
 from rmd_plugin.encoding.batches import Encoded
 from rmd_plugin.encoding.isolation import isolated_rng, visiting
 

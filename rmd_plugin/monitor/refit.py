@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from rmd_plugin.compare.adapters import Adapter, take
+from rmd_plugin.compare.adapters import Adapter, Representation, take
 from rmd_plugin.compare.metrics import FeatureRows, quiet_compute
-from rmd_plugin.compare.parts import Representation
 from rmd_plugin.encoding.batches import Encoded, EncodingError
 from rmd_plugin.encoding.isolation import visiting
 from rmd_plugin.monitor.sharding import own_samples
