@@ -115,7 +115,7 @@ def _describe(thing: Any, seen: dict[int, int]) -> Any:
     if isinstance(thing, Tensor):
         plain = thing.detach().cpu().contiguous()
         # bytes, not values: bfloat16 has no numpy type
-        content = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
+        content = plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
         return ["tensor", str(plain.dtype), list(plain.shape), hashlib.sha256(content).hexdigest()]
     if isinstance(thing, (np.ndarray, np.generic)):
         if thing.dtype.hasobject:

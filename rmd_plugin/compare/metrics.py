@@ -18,10 +18,11 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from rmd_plugin.compare.rows import AUROC, FPR95
 from rmd_plugin.encoding.features import check_labels
 
 #: the metrics, named as the framework names them
-METRICS = ("AUROC", "AUPR-IN", "AUPR-OUT", "FPR95TPR")
+METRICS = (AUROC, "AUPR-IN", "AUPR-OUT", FPR95)
 
 #: name under which the average over the OOD sets is reported
 MEAN = "mean"
@@ -85,10 +86,6 @@ class OODScores(Metric):
             scores: shape (B,), higher means more likely OOD.
             labels: shape (B,); samples with a label below zero belong to the OOD set, the others are ID.
             ood: name of the OOD set; by default the first one.
-
-        Raises:
-            TypeError: if labels are not integers.
-            ValueError: if the shapes do not fit, or there is no OOD set of that name.
         """
         if scores.ndim != 1:
             raise ValueError(f"scores must have shape (B,), one per sample, got {tuple(scores.shape)}.")

@@ -18,7 +18,7 @@ Distance = Literal["", "near", "far"]
 Status = Literal["ok", "failed", "skipped"]
 
 #: names of the metrics, as :class:`pytorch_ood.metrics.OODMetrics` calls them
-AUROC, AUPR_IN, AUPR_OUT, FPR95, ACCURACY = "AUROC", "AUPR-IN", "AUPR-OUT", "FPR95TPR", "ACC"
+AUROC, FPR95, ACCURACY = "AUROC", "FPR95TPR", "ACC"
 SECONDS = FIT_SECONDS, SCORE_SECONDS = "fit_seconds", "score_seconds"
 
 

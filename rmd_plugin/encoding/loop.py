@@ -48,9 +48,6 @@ def encode_batches(
         id_only: leave out samples with a label below zero, and batches of which nothing is left.
         title: of a progress bar; None for no bar.
 
-    Yields:
-        One :class:`Encoded` per batch.
-
     Example:
         >>> net = torch.nn.Flatten()
         >>> batches = [(torch.zeros(3, 2, 2), torch.tensor([0, 1, -1]))]

@@ -48,7 +48,7 @@ def encoded_batches(
             with trainer.precision_plugin.forward_context():
                 return encoder(batch)
 
-        for number, encoded in enumerate(encode_batches(encode, share)):
+        for number, encoded in enumerate(encode_batches(encode, share.batches)):
             yield encoded, share.positions(number, seen, len(encoded))
             seen += len(encoded)
 
@@ -91,7 +91,7 @@ class FitData:
         """All of the data as pairs (x, y), the same on every process, for detectors that are fitted on inputs."""
         # limits count the batches of one process
         limit = self.limit * self.trainer.world_size if isinstance(self.limit, int) else self.limit
-        for batch in shard(self._source(), limit=limit, seed=self.seed):
+        for batch in shard(self._source(), limit=limit, seed=self.seed).batches:
             batch = transfer(self.trainer, self.module, batch)
             labels = self.encoder.labels_of(batch)
             if labels is None:
