@@ -22,7 +22,7 @@ from rmd_plugin.monitor.journal import Journal
 from rmd_plugin.monitor.refit import Refit, TrainingStream
 from rmd_plugin.monitor.roster import Roster, Spec, parts_of
 from rmd_plugin.monitor.sharding import own_samples
-from rmd_plugin.monitor.trainer_access import FitData, encoded_batches, running_loaders, trainer_limit
+from rmd_plugin.monitor.trainer_access import DataSource, running_loaders
 
 if TYPE_CHECKING:
     from rmd_plugin.monitor.callback import OODMonitor
@@ -149,9 +149,10 @@ class Engine:
             self.complain(problem)
         return [name for name, outcome in outcomes.items() if outcome.failed]
 
-    def _fit_data(self, trainer: pl.Trainer, module: pl.LightningModule) -> FitData:
+    def _fit_data(self, trainer: pl.Trainer, module: pl.LightningModule) -> DataSource:
         given = self.monitor
-        return FitData(trainer, module, self.encoder, given.fit_loader, given.limit_fit_batches, given.seed)
+        limit = trainer.limit_train_batches if given.limit_fit_batches is None else given.limit_fit_batches
+        return DataSource(trainer, module, self.encoder, given.fit_loader, limit, given.seed)
 
     # -- scoring --------------------------------------------------------------------------------------------------
 
@@ -220,9 +221,8 @@ class Engine:
     ) -> None:
         limit = self.monitor.limit_ood_batches
         if limit is None:
-            limit = trainer_limit(trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches)
-        batches = encoded_batches(trainer, module, self.encoder, lambda: loader, limit=limit, seed=self.monitor.seed)
-        with closing(batches):
+            limit = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
+        with closing(DataSource(trainer, module, self.encoder, loader, limit, self.monitor.seed).batches()) as batches:
             try:
                 for encoded, _ in batches:
                     evaluation.add(encoded, ood=name)

@@ -1,8 +1,8 @@
-"""What the monitor needs to know and do of a Lightning ``Trainer``: loaders, batches, agreement between processes."""
+"""What the monitor needs to know and do of a Lightning ``Trainer``: its loaders, and batches as it runs them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,53 +19,17 @@ from rmd_plugin.encoding.isolation import visiting
 from rmd_plugin.encoding.loop import encode_batches
 from rmd_plugin.monitor.sharding import shard
 
-Limit = int | float | None
-
-
-def encoded_batches(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    encoder: BatchEncoder,
-    loader: Callable[[], Iterable[Any]],
-    *,
-    limit: Limit,
-    seed: int,
-) -> Generator[tuple[Encoded, Tensor], None, None]:
-    """This process's share of a loader, run through the module in evaluation mode and the trainer's precision.
-
-    The module and all random states are afterwards as they were. Close the iterator if you leave it early. ``loader``
-    gives the loader, called where it cannot disturb the random states; ``limit`` is that of :func:`shard`.
-
-    Yields:
-        The encoded batch and the positions of its samples in the whole set.
-    """
-    seen = 0
-    with visiting(module, seed), torch.inference_mode(False), torch.no_grad():
-        share = shard(loader(), rank=trainer.global_rank, world=trainer.world_size, limit=limit, seed=seed)
-
-        def encode(batch: Any) -> Encoded:
-            batch = transfer(trainer, module, batch)
-            with trainer.precision_plugin.forward_context():
-                return encoder(batch)
-
-        for number, encoded in enumerate(encode_batches(encode, share.batches)):
-            yield encoded, share.positions(number, seen, len(encoded))
-            seen += len(encoded)
-
 
 @dataclass
-class FitData:
-    """What detectors are fitted on: a loader of the user's choice, or else the training set."""
+class DataSource:
+    """A loader and its way through the module; without one, what detectors are fitted on by default."""
 
     trainer: pl.Trainer
     module: pl.LightningModule
     encoder: BatchEncoder
-    loader: Iterable[Any] | None  #: by default ``fit_dataloader()`` of the datamodule or module, if there is one
-    limit: Limit  #: that of :func:`shard`; by default the trainer's ``limit_train_batches``
+    loader: Iterable[Any] | None  #: by default ``fit_dataloader()`` of the datamodule or module, or the training set
+    limit: int | float | None  #: that of :func:`shard`
     seed: int
-
-    def __post_init__(self) -> None:
-        self.limit = trainer_limit(self.trainer.limit_train_batches) if self.limit is None else self.limit
 
     @property
     def chosen(self) -> bool:
@@ -83,9 +47,23 @@ class FitData:
                 return
 
     def batches(self) -> Generator[tuple[Encoded, Tensor], None, None]:
-        """This process's share of the data, see :func:`encoded_batches`."""
-        options: dict[str, Any] = {"limit": self.limit, "seed": self.seed}
-        return encoded_batches(self.trainer, self.module, self.encoder, self._source, **options)
+        """This process's share, encoded in evaluation mode and the trainer's precision, and its positions in the set.
+
+        The module and all random states are afterwards as they were. Close the iterator if you leave it early.
+        """
+        trainer, seen = self.trainer, 0
+
+        def encode(batch: Any) -> Encoded:
+            batch = transfer(trainer, self.module, batch)
+            with trainer.precision_plugin.forward_context():
+                return self.encoder(batch)
+
+        with visiting(self.module, self.seed), torch.inference_mode(False), torch.no_grad():
+            rank, world = trainer.global_rank, trainer.world_size
+            share = shard(self._source(), rank=rank, world=world, limit=self.limit, seed=self.seed)
+            for number, encoded in enumerate(encode_batches(encode, share.batches)):
+                yield encoded, share.positions(number, seen, len(encoded))
+                seen += len(encoded)
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         """All of the data as pairs (x, y), the same on every process, for detectors that are fitted on inputs."""
@@ -133,11 +111,7 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
 
 
 def training_set(trainer: pl.Trainer) -> DataLoader[Any]:
-    """The training dataloader, if a second pass over it can be made without disturbing the first.
-
-    Raises:
-        EncodingError: if there are several, or it is not a ``DataLoader`` over a map-style dataset.
-    """
+    """The training dataloader, if a second pass over it can be made without disturbing the first."""
     loaders = training_loaders(trainer)
     if len(loaders) == 1 and isinstance(loaders[0], DataLoader) and not isinstance(loaders[0].dataset, IterableDataset):
         return loaders[0]
@@ -156,11 +130,6 @@ def has_validation(trainer: pl.Trainer) -> bool:
     # before the first validation its loaders are not there yet
     ready = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
     return trainer.enable_validation and (not ready or sum(trainer.num_val_batches) > 0)
-
-
-def trainer_limit(limit: int | float | None) -> Limit:
-    """A limit of the trainer's, None where it is none."""
-    return None if limit is None or (isinstance(limit, float) and limit == 1.0) else limit
 
 
 @contextmanager
