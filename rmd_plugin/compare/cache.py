@@ -140,7 +140,8 @@ class FeatureCache:
         return None
 
     def _write(self, key: str, folder: Path, compute: Callable[[], Batches], count: int, about: dict[str, Any]) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(folder)  # not ignoring errors: what stayed would pass for the new entry
         aside = self.root / "tmp" / f"{key}-{uuid.uuid4().hex}"
         aside.mkdir(parents=True)
         try:

@@ -212,6 +212,18 @@ def test_a_file_without_permission_is_one_clear_error(tmp_path):
     assert "Permission denied" in one_clear_error(caught)
 
 
+def test_a_stale_entry_that_cannot_be_removed_is_one_clear_error(tmp_path, monkeypatch):
+    def refuse(path, **_options):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    cache = FeatureCache(tmp_path)
+    cache.fetch(KEY, batches, 7)
+    monkeypatch.setattr(feature_cache.shutil, "rmtree", refuse)
+    with pytest.raises(CacheError) as caught:
+        cache.fetch(KEY, batches, 7, still_true=lambda _: False)
+    assert "Permission denied" in one_clear_error(caught)
+
+
 def test_a_cache_that_is_a_file_is_one_clear_error(tmp_path):
     (tmp_path / "cache").write_text("x")
     with pytest.raises(CacheError) as caught:
