@@ -189,7 +189,7 @@ class OODMonitor(pl.Callback):
     ) -> None:
         """Add what was heard to the stream."""
         if self.refit == "stream" and self._engine.due(trainer):
-            self._engine.add_to_stream(trainer, pl_module, batch)
+            self._engine.add_to_stream(trainer, batch)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Without validation: refit, so that the checkpoints hold fitted detectors."""
@@ -227,7 +227,7 @@ class OODMonitor(pl.Callback):
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Score the OOD loaders, then log the metrics."""
-        self._engine.finish(trainer, pl_module)
+        self._engine.finish(trainer)
 
     on_test_start = on_validation_start
     on_test_epoch_start = on_validation_epoch_start

@@ -118,7 +118,7 @@ class Engine:
         due = epoch >= self.monitor.warmup_epochs and (epoch + 1) % self.monitor.every_n_epochs == 0
         return due or trainer.state.fn != TrainerFn.FITTING
 
-    def add_to_stream(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> None:
+    def add_to_stream(self, trainer: pl.Trainer, batch: Any) -> None:
         """Add what was heard of a training batch to the stream."""
         encoded = self._heard(batch)
         if encoded is None:
@@ -126,11 +126,11 @@ class Engine:
                 f"{self.monitor.head or 'nn.Linear'} took no part in the training step, so there is nothing to stream "
                 "from. Name the classification layer with head=, or use refit='pass'."
             )
-        self.stream.add(trainer, module, self.roster.adapters, encoded)
+        self.stream.add(trainer, self.roster.adapters, encoded)
 
     def refit(self, trainer: pl.Trainer, module: pl.LightningModule, names: list[str]) -> list[str]:
         """Fit the detectors of these names and return the names of those that failed."""
-        data, encoder = self._fit_data(trainer, module), self.encoder
+        data, encoder = self._fit_data(trainer), self.encoder
         if self.roster.needs_parts and encoder.by_head and encoder.head is None:
             data.find_head()
         self._build(module, encoder, names)
@@ -140,19 +140,19 @@ class Engine:
         refit = (self.stream.refit if streaming else None) or Refit(adapters, module.device)
         if not streaming and refit.groups:
             refit.feed(data.batches())
-        outcomes = refit.finish(adapters, trainer, module, data, self.monitor.seed)
+        outcomes = refit.finish(adapters, trainer, data, self.monitor.seed)
         if trainer.check_val_every_n_epoch is None:
             self.stream.refit = None
         for name, outcome in outcomes.items():
-            self.journal.record(trainer, module, name, "", "fit_seconds", outcome.seconds)
+            self.journal.record(trainer, name, "", "fit_seconds", outcome.seconds)
         for problem in self.roster.note(outcomes, epoch=trainer.current_epoch, step=trainer.global_step):
             self.complain(problem)
         return [name for name, outcome in outcomes.items() if outcome.failed]
 
-    def _fit_data(self, trainer: pl.Trainer, module: pl.LightningModule) -> DataSource:
+    def _fit_data(self, trainer: pl.Trainer) -> DataSource:
         given = self.monitor
         limit = trainer.limit_train_batches if given.limit_fit_batches is None else given.limit_fit_batches
-        return DataSource(trainer, module, self.encoder, given.fit_loader, limit, given.seed)
+        return DataSource(trainer, self.encoder, given.fit_loader, limit, given.seed)
 
     # -- scoring --------------------------------------------------------------------------------------------------
 
@@ -171,12 +171,12 @@ class Engine:
         named = [name for index, name in self.monitor.ood_dataloaders.items() if index < count]
         sets = [*self._ood_loaders(trainer), *dict.fromkeys(named)]
         if not self.due(trainer):
-            self.journal.repeat(trainer, module, self.roster.detectors, sets)
+            self.journal.repeat(trainer, self.roster.detectors, sets)
             return
         names = list(self.roster.detectors)
         if trainer.state.fn != TrainerFn.FITTING:
             unfitted = [name for name in names if not self.roster.is_fitted(name)]
-            names = unfitted if self._fit_data(trainer, module).chosen else []
+            names = unfitted if self._fit_data(trainer).chosen else []
         failed = self.refit(trainer, module, names) if names else []
         self._evaluation = Evaluation(self.roster.adapters, check_names(sets), module=module, seed=self.monitor.seed)
         for name, reason in self.roster.unusable.items():
@@ -196,33 +196,27 @@ class Engine:
         keep = own_samples(loader, start, len(encoded), rank=trainer.global_rank, world=trainer.world_size)
         self._evaluation.add(encoded, ood=self.monitor.ood_dataloaders.get(dataloader_idx), keep=keep)
 
-    def finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def finish(self, trainer: pl.Trainer) -> None:
         """Score the OOD loaders, then log the metrics."""
         if self._evaluation is None:
             return
         evaluation, self._evaluation = self._evaluation, None
         for name, loader in self._ood_loaders(trainer).items():
-            self._score_loader(trainer, module, evaluation, name, loader)
+            self._score_loader(trainer, evaluation, name, loader)
         results = evaluation.finish(trainer)
         for detector, values in results.values.items():
             for key, value in values.items():
-                self.journal.record(trainer, module, detector, *key.rsplit("/", 1), value)
+                ood, metric = key.rsplit("/", 1)
+                self.journal.record(trainer, detector, ood, metric, value)
         self.journal.draw(trainer, results.scores)
         for problem in results.problems:
             self.complain(problem, once=not any(results.values.values()))
 
-    def _score_loader(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        evaluation: Evaluation,
-        name: str,
-        loader: Iterable[Any],
-    ) -> None:
+    def _score_loader(self, trainer: pl.Trainer, evaluation: Evaluation, name: str, loader: Iterable[Any]) -> None:
         limit = self.monitor.limit_ood_batches
         if limit is None:
             limit = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
-        with closing(DataSource(trainer, module, self.encoder, loader, limit, self.monitor.seed).batches()) as batches:
+        with closing(DataSource(trainer, self.encoder, loader, limit, self.monitor.seed).batches()) as batches:
             try:
                 for encoded, _ in batches:
                     evaluation.add(encoded, ood=name)

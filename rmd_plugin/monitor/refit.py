@@ -122,18 +122,13 @@ class Refit:
         self.seconds = time.perf_counter() - start
 
     def finish(
-        self,
-        adapters: Mapping[str, Adapter],
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        data: Iterable[tuple[Any, Tensor]],
-        seed: int,
+        self, adapters: Mapping[str, Adapter], trainer: pl.Trainer, data: Iterable[tuple[Any, Tensor]], seed: int
     ) -> dict[str, Outcome]:
         """Fit the detectors. Every process has to call it, and gives all detectors the same fit.
 
         The adapters have the same names as before; ``data`` is the whole set, for detectors that are fitted on inputs.
         """
-        anywhere = partial(trainer.strategy.reduce_boolean_decision, all=False)
+        module, anywhere = trainer.lightning_module, partial(trainer.strategy.reduce_boolean_decision, all=False)
         outcomes: dict[str, Outcome] = {}
         for group in self._groups.values():
             start = time.perf_counter()
@@ -197,12 +192,10 @@ class TrainingStream:
         """Forget what has been gathered."""
         self.refit, self.saved = None, []
 
-    def add(
-        self, trainer: pl.Trainer, module: pl.LightningModule, adapters: Mapping[str, Adapter], encoded: Encoded
-    ) -> None:
+    def add(self, trainer: pl.Trainer, adapters: Mapping[str, Adapter], encoded: Encoded) -> None:
         """Add a training batch."""
         if self.refit is None:
-            self.refit, self._seen = Refit(adapters, module.device), 0
+            self.refit, self._seen = Refit(adapters, trainer.lightning_module.device), 0
             if trainer.is_global_zero:
                 self.refit.load_moments(self.saved)
             self.saved = []

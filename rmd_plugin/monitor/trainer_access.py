@@ -25,7 +25,6 @@ class DataSource:
     """A loader and its way through the module; without one, what detectors are fitted on by default."""
 
     trainer: pl.Trainer
-    module: pl.LightningModule
     encoder: BatchEncoder
     loader: Iterable[Any] | None  #: by default ``fit_dataloader()`` of the datamodule or module, or the training set
     limit: int | float | None  #: that of :func:`shard`
@@ -54,11 +53,11 @@ class DataSource:
         trainer, seen = self.trainer, 0
 
         def encode(batch: Any) -> Encoded:
-            batch = transfer(trainer, self.module, batch)
+            batch = transfer(trainer, batch)
             with trainer.precision_plugin.forward_context():
                 return self.encoder(batch)
 
-        with visiting(self.module, self.seed), torch.inference_mode(False), torch.no_grad():
+        with visiting(trainer.lightning_module, self.seed), torch.inference_mode(False), torch.no_grad():
             rank, world = trainer.global_rank, trainer.world_size
             share = shard(self._source(), rank=rank, world=world, limit=self.limit, seed=self.seed)
             for number, encoded in enumerate(encode_batches(encode, share.batches)):
@@ -70,7 +69,7 @@ class DataSource:
         # limits count the batches of one process
         limit = self.limit * self.trainer.world_size if isinstance(self.limit, int) else self.limit
         for batch in shard(self._source(), limit=limit, seed=self.seed).batches:
-            batch = transfer(self.trainer, self.module, batch)
+            batch = transfer(self.trainer, batch)
             labels = self.encoder.labels_of(batch)
             if labels is None:
                 raise EncodingError(
@@ -85,14 +84,14 @@ class DataSource:
         return training_set(self.trainer) if owner is None else owner.fit_dataloader()
 
     def _owner(self) -> Any:
-        owners = (getattr(self.trainer, "datamodule", None), self.module)
+        owners = (getattr(self.trainer, "datamodule", None), self.trainer.lightning_module)
         return next((owner for owner in owners if hasattr(owner, "fit_dataloader")), None)
 
 
-def transfer(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Any:
+def transfer(trainer: pl.Trainer, batch: Any) -> Any:
     """Bring a batch to the module's device and precision as the trainer does, with all of the user's hooks."""
     batch = trainer.precision_plugin.convert_input(batch)
-    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
