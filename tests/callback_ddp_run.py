@@ -34,7 +34,7 @@ def data(name):
     x[:, 0] += 60 * (y == 0)
     x[:, 1] += 60 * (y == 1)
     if name == "val":
-        y[5::9] = -1  # some OOD samples are known only by their label
+        y[5::9] = -1  # only their label marks some OOD samples
     return DataLoader(TensorDataset(x, y), 16)
 
 
@@ -122,8 +122,8 @@ class ScoreFails(MaxSoftmax):
 class Recording(Evaluation):
     kept = []  # noqa: RUF012
 
-    def finish(self, agree):
-        results = super().finish(agree)
+    def finish(self, trainer):
+        results = super().finish(trainer)
         ordered = {
             name: (id_scores.sort().values, {ood: found.sort().values for ood, found in ood_scores.items()})
             for name, (id_scores, ood_scores) in results.scores.items()

@@ -54,7 +54,7 @@ def partial(z, y, x, components, largest=True):
     return np.stack(scores, axis=1).min(1)
 
 
-def auroc(inlier, outlier):
-    """Probability that an outlier scores higher than an inlier, by counting pairs."""
-    inlier, outlier = np.asarray(inlier)[:, None], np.asarray(outlier)[None]
-    return (outlier > inlier).mean() + 0.5 * (outlier == inlier).mean()
+def auroc(id_scores, ood_scores):
+    """Probability that an OOD sample scores higher than an ID sample, by counting pairs."""
+    id_scores, ood_scores = np.asarray(id_scores)[:, None], np.asarray(ood_scores)[None]
+    return (ood_scores > id_scores).mean() + 0.5 * (ood_scores == id_scores).mean()

@@ -11,8 +11,9 @@ head             ``fit`` on a loader of features, the head as the model     ``pr
 inputs           ``fit`` on a loader of inputs, the network as the model    ``predict`` on inputs, with gradients
 ===============  =========================================================  ========================================
 
-:func:`build` makes a detector from its class, with what :mod:`rmd_plugin.compare.parts` gives. :func:`adopt` takes one
-that somebody else has made. A new detector is a line in ``_FED``, if its base class does not say what it is fed.
+:func:`build` makes a detector from its class: the framework names the parameters of its detectors by a convention
+(``encoder``, ``head``, ``model``, ``w``, ``b``), so the names tell what to give. :func:`adopt` takes one that somebody
+else has made. A new detector is a line in ``_FED``, if its base class does not say what it is fed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -30,12 +33,23 @@ from pytorch_ood.api import Detector, FeatureMapsDetector, FeaturesDetector, Gra
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rmd_plugin.compare.parts import NotSupported, Parts, Representation, arguments_for
 from rmd_plugin.detectors.base import raise_if_interrupted
 from rmd_plugin.encoding.batches import Encoded
 
 #: a detector class, or a partial of one with its options
 Factory = Callable[..., Detector]
+
+
+class Representation(Enum):
+    """What a detector is fitted on or scores."""
+
+    MOMENTS = "moments of the features"
+    FEATURES = "features"
+    MAPS = "features as 1 x 1 maps"
+    LOGITS = "logits"
+    HEAD = "features, through the head with gradients"
+    INPUTS = "inputs, through the whole network"
+    LAYERS = "feature maps of inner layers"
 
 
 _MOMENTS, _FEATURES, _MAPS, _LOGITS, _HEAD, _INPUTS, _LAYERS = Representation
@@ -74,31 +88,42 @@ _CALIBRATED = (framework.TemperatureScaling, framework.KLMatching)
 _HEAD_BATCH = 256
 
 
+class NotSupported(Exception):
+    """A detector needs what there is not. The message says what."""
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What there is to build detectors from; None for what there is not."""
+
+    feature_dim: int | None = None  #: D
+    num_classes: int | None = None  #: K
+    encoder: nn.Module | None = None  #: maps inputs to features
+    head: nn.Linear | None = None  #: the classifier on the features
+    model: nn.Module | None = None  #: maps inputs to logits; by default the encoder and the head
+    differentiable: bool = True  #: whether the inputs are real numbers, so that gradients reach them
+    norm_std: list[float] | None = None  #: standard deviations that the inputs were normalised by, per channel
+    #: embeddings of the class names of shape (K, D), from a vision-language backbone
+    text_embeddings: Tensor | None = field(default=None, repr=False)
+    seed: int = 0  #: for detectors that have one
+    progress: bool = False  #: whether detectors that train show a bar
+
+
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A detector, and how it is fitted and scored.
-
-    Attributes:
-        detector: the detector.
-        fitted_on: what it is fitted on; None if it needs no fit.
-        scored_on: what it scores.
-        fit_split: the split that it is fitted on, ``train`` or, for calibration, ``val``.
-    """
+    """A detector, and how it is fitted and scored."""
 
     detector: Detector
-    fitted_on: Representation | None
+    fitted_on: Representation | None  #: None if it needs no fit
     scored_on: Representation
-    fit_split: str = "train"
+    fit_split: str = "train"  #: the split that it is fitted on, ``train`` or, for calibration, ``val``
 
     def fit(self, data: Any) -> None:
-        """Fit the detector.
+        """Fit the detector; Ctrl-C stays one, even if the detector takes it as a wish to end its fit early.
 
         Args:
             data: for detectors on inputs a loader of pairs (x, y); for those on moments the moments; for these and all
                 others the encoded training set, with labels.
-
-        Raises:
-            KeyboardInterrupt: if the detector took Ctrl-C as a wish to end its fit early.
         """
         detector: Any = self.detector
         if self.fitted_on is None:
@@ -117,11 +142,11 @@ class Adapter:
         raise_if_interrupted(detector)
 
     def score(self, encoded: Encoded) -> Tensor:
-        """Outlier scores of an encoded batch, shape (B,); higher means more likely OOD."""
+        """OOD scores of an encoded batch, shape (B,); higher means more likely OOD."""
         return self.score_values(take(self.scored_on, encoded))
 
     def score_values(self, values: Any) -> Tensor:
-        """Outlier scores of what :func:`take` gives."""
+        """OOD scores of what :func:`take` gives."""
         predict = getattr(self.detector, _METHODS[self.scored_on][1])
         if self.scored_on not in (_HEAD, _INPUTS):
             with torch.no_grad():
@@ -167,9 +192,8 @@ def _fitted_on(detector: Detector, otherwise: Representation) -> Representation 
 
 def detector_class(factory: object) -> type[Detector] | None:
     """The detector class that a factory is, or is a partial of; None if it is something else."""
-    while isinstance(factory, functools.partial):
-        factory = factory.func
-    return factory if isinstance(factory, type) and issubclass(factory, Detector) else None
+    kind = factory.func if isinstance(factory, functools.partial) else factory
+    return kind if isinstance(kind, type) and issubclass(kind, Detector) else None
 
 
 def build(factory: Factory, parts: Parts) -> Adapter:
@@ -179,29 +203,27 @@ def build(factory: Factory, parts: Parts) -> Adapter:
         factory: a detector class, or a ``functools.partial`` of one with its options.
         parts: what there is to build it from.
 
-    Returns:
-        The detector and how to use it.
-
     Raises:
         NotSupported: if it needs something else.
-        TypeError: if the factory makes no detector.
-        ValueError: if the detector refuses its options.
+        TypeError: if the factory is something else.
 
     Example:
         >>> from rmd_plugin import RMD
         >>> build(RMD, Parts(feature_dim=8, num_classes=2)).scored_on
         <Representation.FEATURES: 'features'>
     """
-    target, options = _unwrap(factory)
-    kind = _kind(target)
+    kind = detector_class(factory)
+    if kind is None:
+        raise TypeError(f"expected a detector class, or a partial of one, got {factory}.")
+    options = factory.keywords if isinstance(factory, functools.partial) else {}
+    if getattr(factory, "args", ()):
+        raise TypeError(f"give the options of {kind.__name__} by name, got {factory}.")
     fed = _fed(kind)
     if fed is _LAYERS:
         raise NotSupported("needs feature maps of inner layers, one pass to pooled features does not keep them")
     if fed is _INPUTS and not parts.differentiable and issubclass(kind, GradientDetector):
         raise NotSupported("needs gradients with respect to the inputs, which are no real numbers here")
-    detector = target(**arguments_for(target, kind, options, parts, fed))
-    if not isinstance(detector, Detector):
-        raise TypeError(f"{target} gave a {type(detector).__name__}, expected a pytorch_ood Detector.")
+    detector = kind(**_arguments(kind, options, parts, fed))
     if isinstance(detector, framework.MCD) and not _has_dropout(detector.model):
         raise NotSupported("the network has no dropout")
     # its encoder is the one that the features come from
@@ -210,22 +232,116 @@ def build(factory: Factory, parts: Parts) -> Adapter:
     return Adapter(detector, fitted_on, fed, "val" if isinstance(detector, _CALIBRATED) else "train")
 
 
-def _unwrap(factory: Factory) -> tuple[Callable[..., Any], dict[str, Any]]:
-    options: dict[str, Any] = {}
-    while isinstance(factory, functools.partial):
-        if factory.args:
-            raise TypeError(f"give the options of {factory.func} by name, got {factory.args}.")
-        options = {**factory.keywords, **options}
-        factory = factory.func
-    return factory, options
-
-
-def _kind(target: Callable[..., Any]) -> type[Detector]:
-    kind = target if isinstance(target, type) else inspect.signature(target, eval_str=True).return_annotation
-    if not isinstance(kind, type) or not issubclass(kind, Detector):
-        raise TypeError(f"expected a detector class, or a function whose annotation says it returns one, got {target}.")
-    return kind
-
-
 def _has_dropout(model: nn.Module) -> bool:
     return any(getattr(module, "p", 0) > 0 for module in model.modules() if "Dropout" in type(module).__name__)
+
+
+def _arguments(kind: type[Detector], options: Mapping[str, Any], parts: Parts, fed: Representation) -> dict[str, Any]:
+    """Arguments of a detector: its options, and whatever else it asks for and there is.
+
+    Raises:
+        NotSupported: if it needs something else.
+    """
+    # null in a config: as the backbone has it
+    found = {name: value for name, value in options.items() if value is not None or name not in _PROVIDERS}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if name in found or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        required = parameter.default is parameter.empty
+        if not required and name in _HYPERPARAMETERS:
+            continue
+        if name in _PROVIDERS:
+            try:
+                value = _PROVIDERS[name](parts, fed)
+            except NotSupported:
+                if required:
+                    raise
+                continue
+            if value is not None or required:
+                found[name] = value
+        elif required:
+            raise NotSupported(f"needs {name}, which no backbone gives: set it in the detector's config")
+    if issubclass(kind, framework.NACUE):
+        # as NAC wants it: on the penultimate layer, from features
+        watch = _Watch()
+        found.update(model=nn.Sequential(watch, _head(parts)).eval(), layers=[watch])
+    if issubclass(kind, framework.GradNorm):
+        # as in its paper: the weight of the last layer, which is the model it gets
+        found.setdefault("param_filter", lambda name: name.endswith("weight"))
+    if fed is _LOGITS:
+        _head(parts)
+    return found
+
+
+# -- what detectors can be given, by parameter name -----------------------------------------------------------------
+
+
+#: part -> why a detector that needs it is not supported without it
+_MISSING = {
+    "encoder": "needs the inputs and the network, only features are there",
+    "head": "needs a classifier, and there is no linear head: head=linear_probe fits one",
+    "feature_dim": "needs the number of features, which nobody tells here",
+    "num_classes": "needs the number of classes, which nobody tells here",
+    "text_embeddings": "needs text embeddings of the class names, from a vision-language backbone",
+    "class_weights": "needs class weights, which come from training with the VOS loss",
+}
+
+
+def _need(parts: Parts, name: str) -> Any:
+    value = getattr(parts, name, None)
+    if value is None:
+        raise NotSupported(_MISSING[name])
+    return value
+
+
+def _head(parts: Parts) -> nn.Linear:
+    # a copy: detectors move, and some change, what they are given
+    return deepcopy(_need(parts, "head"))
+
+
+def _head_on(parts: Parts, fed: Representation) -> nn.Module:
+    return nn.Sequential(nn.Flatten(1), _head(parts)) if fed is _MAPS else _head(parts)
+
+
+def _bias(parts: Parts, _fed: Representation) -> Tensor:
+    head = _head(parts)
+    return torch.zeros(head.out_features) if head.bias is None else head.bias.detach()
+
+
+def _model(parts: Parts, fed: Representation) -> nn.Module | None:
+    if fed is _LOGITS:
+        return None  # logits are handed over as they are
+    if fed is _HEAD:
+        return _head(parts)
+    return nn.Sequential(_need(parts, "encoder"), _head(parts)).eval() if parts.model is None else parts.model
+
+
+_PROVIDERS: Mapping[str, Callable[[Parts, Representation], Any]] = {
+    "encoder": lambda parts, fed: _need(parts, "encoder") if fed is _INPUTS else None,
+    "backbone": lambda parts, _: None,
+    "model": _model,
+    "head": _head_on,
+    "w": lambda parts, _: _head(parts).weight.detach(),
+    "b": _bias,
+    # the framework's documentation has 64 for D = 128; a smaller D keeps the half
+    "d": lambda parts, _: max(1, min(64, _need(parts, "feature_dim") // 2)),
+    # as many directions as classes can differ in; the paper's best, found on test data, was 76 for 100 classes
+    "components": lambda parts, _: max(1, min(_need(parts, "num_classes") - 1, _need(parts, "feature_dim"))),
+    "layers": lambda parts, _: None,  # _arguments() puts them in, together with the model
+    "num_classes": lambda parts, _: _need(parts, "num_classes"),
+    "norm_std": lambda parts, _: parts.norm_std,
+    "seed": lambda parts, _: parts.seed,
+    "progress": lambda parts, _: parts.progress,
+    "text_embeddings": lambda parts, _: _need(parts, "text_embeddings"),
+    "weights": lambda parts, _: _need(parts, "class_weights"),
+}
+
+#: what a detector knows better itself, if it has a default
+_HYPERPARAMETERS = ("d", "components")
+
+
+class _Watch(nn.Module):
+    """Passes features on as the start of a graph, so that gradients with respect to them exist."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z.detach().requires_grad_()

@@ -13,14 +13,7 @@ _KEEP_BYTES = 2**28
 
 
 def auroc(id_scores: np.ndarray, ood_scores: np.ndarray) -> float:
-    """Probability that an OOD sample scores higher than an ID sample; ties count half.
-
-    Args:
-        id_scores: scores of the ID samples, shape (N,).
-        ood_scores: scores of the OOD samples, shape (M,).
-
-    Returns:
-        The area under the ROC curve, between 0 and 1.
+    """Probability that an OOD sample (of M) scores higher than an ID sample (of N); ties count half.
 
     Raises:
         ValueError: if one of the sets is empty, or a score is NaN.
@@ -45,16 +38,10 @@ def _ranks(id_scores: np.ndarray, ood_scores: np.ndarray) -> tuple[np.ndarray, n
 
 
 class Bootstrap:
-    """Resamples of one ID and one OOD set.
+    """Resamples (R) of one ID set (N samples) and one OOD set (M).
 
     ID and OOD samples are drawn separately, with replacement, as many as there are. All detectors see the
     same resamples, so their differences can be judged too.
-
-    Args:
-        n_id: number N of ID samples.
-        n_ood: number M of OOD samples.
-        resamples: number R of resamples.
-        seed: of the draws.
 
     Example:
         >>> rng = np.random.default_rng(0)

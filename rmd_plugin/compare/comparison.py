@@ -17,14 +17,14 @@ from pytorch_ood.metrics.functional import accuracy
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from rmd_plugin.compare.adapters import Adapter, Factory, build
+from rmd_plugin.compare.adapters import Adapter, Factory, NotSupported, Parts, Representation, build
 from rmd_plugin.compare.bootstrap import Bootstrap
 from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor, SplitFeatures
 from rmd_plugin.compare.metrics import compare_scores
-from rmd_plugin.compare.parts import NotSupported, Parts, Representation
 from rmd_plugin.compare.probe import fit_linear_probe
 from rmd_plugin.compare.rows import ACCURACY, AUROC, FIT_SECONDS, SCORE_SECONDS, Distance, Row
 from rmd_plugin.detectors.functional import NumericalWarning
+from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis
 from rmd_plugin.encoding.batches import Encoded
 from rmd_plugin.encoding.isolation import evaluating, isolated_rng
 
@@ -39,19 +39,12 @@ _CHUNK_ROWS = 4096
 
 @dataclass
 class Comparison:
-    """What a comparison found.
+    """What a comparison found."""
 
-    Attributes:
-        rows: the numbers, and the reasons where there are none.
-        scores: detector -> ``test`` or OOD set -> outlier scores of shape (N,).
-        head: where the classifier came from, in words.
-        interrupted: whether it was stopped before the last detector.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    scores: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
-    head: str = ""
-    interrupted: bool = False
+    rows: list[Row] = field(default_factory=list)  #: the numbers, and the reasons where there are none
+    scores: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  #: detector -> test or OOD set -> (N,)
+    head: str = ""  #: where the classifier came from, in words
+    interrupted: bool = False  #: whether it was stopped before the last detector
 
 
 def compare(
@@ -106,6 +99,17 @@ def compare(
     return result
 
 
+def direction_terms(extractor: Extractor) -> dict[str, dict[str, np.ndarray]]:
+    """What every direction adds to the scores of MD and RMD: detector -> test or OOD set -> terms of shape (N, r)."""
+    fit = extractor.features(TRAIN)
+    splits = (TEST, *extractor.distance)
+    found = {}
+    for name, detector in (("mahalanobis", Mahalanobis()), ("rmd", RMD())):
+        detector.fit_features(fit.features, fit.labels)
+        found[name] = {split: detector.contributions(extractor.features(split).features).numpy() for split in splits}
+    return found
+
+
 class _Run:
     """One comparison while it runs."""
 
@@ -146,10 +150,7 @@ class _Run:
             self.head = cast(nn.Linear, own)
             origin = "the backbone's own head" + ("" if loaded else ", untrained")
         elif choice in ("auto", "linear_probe"):
-            bar = tqdm(total=1, desc="linear probe", leave=False, disable=not self.extractor.progress)
-            with bar:
-                self.head = fit_linear_probe(self.train.features, self.train.labels, self.num_classes)
-                bar.update()
+            self.head = fit_linear_probe(self.train.features, self.train.labels, self.num_classes)
             origin = "linear probe on the training features"
         elif choice is None:
             origin = "no head"

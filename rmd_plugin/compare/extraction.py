@@ -66,17 +66,11 @@ class BenchmarkLike(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SplitFeatures:
-    """One split after the encoder.
+    """One split after the encoder, on the CPU."""
 
-    Attributes:
-        features: shape (N, D), on the CPU.
-        labels: shape (N,), below zero for OOD samples.
-        cached: whether they came from the disk.
-    """
-
-    features: Tensor
-    labels: Tensor
-    cached: bool = False
+    features: Tensor  #: shape (N, D)
+    labels: Tensor  #: shape (N,), below zero for OOD samples
+    cached: bool = False  #: whether they came from the disk
 
 
 class Extractor:
@@ -123,21 +117,14 @@ class Extractor:
         return {name: str(self.benchmark.distance.get(name, "")) for name in self.benchmark.ood_names}
 
     def dataset(self, split: str) -> Dataset[Any]:
-        """The data of a split behind the backbone's transform, without augmentation.
-
-        Args:
-            split: ``train``, ``val``, ``test`` or the name of an OOD set.
-
-        Raises:
-            KeyError: if there is no such split.
-        """
+        """The data of a split behind the backbone's transform; refuses a name that there is not."""
         dataset: Any = self._raw(split)
         transform = getattr(self.backbone, "test_transform", None)
         return dataset if transform is None else dataset.with_transform(transform)
 
-    def loader(self, split: str, *, batch_size: int | None = None) -> DataLoader[Any]:
+    def loader(self, split: str) -> DataLoader[Any]:
         """Batches of a split in order. The global random state is neither used nor changed."""
-        return self._loader(self.dataset(split), batch_size)
+        return self._loader(self.dataset(split))
 
     def bar(self, loader: DataLoader[Any], title: str) -> Iterator[Any]:
         """The batches of a loader behind a progress bar."""
@@ -162,10 +149,10 @@ class Extractor:
             raise KeyError(f"there is no split {split!r}; there are train, val, test and {', '.join(names)}.")
         return self.benchmark.test_sets(known=False, unknown=True)[names.index(split)]
 
-    def _loader(self, dataset: Dataset[Any], batch_size: int | None = None) -> DataLoader[Any]:
+    def _loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
         return DataLoader(
             dataset,
-            batch_size=batch_size or self.batch_size,
+            batch_size=self.batch_size,
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),
@@ -217,13 +204,13 @@ class Extractor:
 
     def _still_true(self, dataset: Dataset[Any], features: np.ndarray) -> bool:
         """Encode a few samples again: code and libraries change without changing any hash."""
-        places = sorted({round(part * (len(features) - 1) / (_PROBES - 1)) for part in range(_PROBES)})
+        positions = sorted({round(part * (len(features) - 1) / (_PROBES - 1)) for part in range(_PROBES)})
         workers, self.num_workers = self.num_workers, 0
         try:
-            fresh = np.concatenate([part for part, _ in self._encode(Subset(dataset, places), None)])
+            fresh = np.concatenate([part for part, _ in self._encode(Subset(dataset, positions), None)])
         finally:
             self.num_workers = workers
-        kept = np.asarray(features[places])
+        kept = np.asarray(features[positions])
         if fresh.shape != kept.shape or fresh.dtype != kept.dtype:
             return False
         # other batch sizes and thread counts round differently, in the last digits only

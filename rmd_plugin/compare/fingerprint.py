@@ -31,12 +31,6 @@ def fingerprint(thing: object) -> str:
     An object's own ``fingerprint()`` wins, if it has one. Two objects with the same hash behave alike as far as their
     content decides; code of classes is not looked at.
 
-    Args:
-        thing: a transform, a function, a module, a container, a number, ...
-
-    Returns:
-        64 hexadecimal digits.
-
     Raises:
         FingerprintError: if a part of it has no content that could be hashed (an open file, a generator).
 
@@ -67,11 +61,7 @@ def encoder_fingerprint(backbone: nn.Module) -> str:
         # named_buffers: a buffer that is not persistent is in no state_dict, but may enter the forward pass
         tensors = {**dict(encoder.named_parameters()), **dict(encoder.named_buffers()), **encoder.state_dict()}
         for name in sorted(tensors):
-            digest.update(f"\n{name} ".encode())
-            if isinstance(tensors[name], Tensor):
-                _feed_tensor(tensors[name], digest)
-            else:
-                digest.update(fingerprint(tensors[name]).encode())
+            digest.update(f"\n{name} {fingerprint(tensors[name])}".encode())
     return digest.hexdigest()
 
 
@@ -80,9 +70,8 @@ def dataset_fingerprint(dataset: Dataset[Any]) -> str | None:
 
     Cheap is what has a ``digest()``, as our benchmarks' splits have, and parts of such, concatenated or selected.
     """
-    digest = getattr(dataset, "digest", None)
-    if callable(digest):
-        return str(digest())
+    if hasattr(dataset, "digest"):
+        return str(dataset.digest())
     if isinstance(dataset, ConcatDataset):
         parts = [dataset_fingerprint(part) for part in dataset.datasets]
         return None if None in parts else fingerprint(["concatenated", *parts])
@@ -101,13 +90,6 @@ def hash_items(loader: DataLoader[Any] | Iterable[Any]) -> str:
     for batch in loader:
         digest.update(json.dumps(_describe(batch, {}), sort_keys=True).encode())
     return digest.hexdigest()
-
-
-def _feed_tensor(tensor: Tensor, digest: Any) -> None:
-    plain = tensor.detach().cpu().contiguous()
-    digest.update(f"{plain.dtype} {tuple(plain.shape)} ".encode())
-    # bytes, not values: bfloat16 has no numpy type
-    digest.update(plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b"")
 
 
 def _name(thing: Any) -> str:
@@ -131,9 +113,10 @@ def _describe(thing: Any, seen: dict[int, int]) -> Any:
     if isinstance(thing, types.ModuleType):
         return ["module", thing.__name__]
     if isinstance(thing, Tensor):
-        digest = hashlib.sha256()
-        _feed_tensor(thing, digest)
-        return ["tensor", digest.hexdigest()]
+        plain = thing.detach().cpu().contiguous()
+        # bytes, not values: bfloat16 has no numpy type
+        content = plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
+        return ["tensor", str(plain.dtype), list(plain.shape), hashlib.sha256(content).hexdigest()]
     if isinstance(thing, (np.ndarray, np.generic)):
         if thing.dtype.hasobject:
             return ["array", list(thing.shape), _describe(thing.tolist(), seen)]
@@ -162,16 +145,10 @@ def _describe_compound(thing: Any, seen: dict[int, int]) -> Any:
     if isinstance(thing, types.MethodType):
         return ["method", thing.__func__.__qualname__, _describe(thing.__self__, seen)]
     if isinstance(thing, types.FunctionType):
-        return _describe_function(thing, seen)
-    if isinstance(thing, (types.GeneratorType, torch.Generator)) or hasattr(thing, "fileno"):
-        raise FingerprintError(f"a {type(thing).__name__} has no content that could be hashed.")
+        cells = [cell.cell_contents for cell in thing.__closure__ or ()]
+        parts = (thing.__defaults__, thing.__kwdefaults__, cells)
+        return ["function", _name(thing), _code(thing.__code__), *(_describe(part, seen) for part in parts)]
     return _describe_object(thing, seen)
-
-
-def _describe_function(function: types.FunctionType, seen: dict[int, int]) -> Any:
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    parts = (function.__defaults__, function.__kwdefaults__, cells)
-    return ["function", _name(function), _code(function.__code__), *(_describe(part, seen) for part in parts)]
 
 
 def _code(code: types.CodeType) -> list[Any]:
@@ -180,21 +157,17 @@ def _code(code: types.CodeType) -> list[Any]:
 
 
 def _describe_object(thing: Any, seen: dict[int, int]) -> Any:
-    """Any other object: by what pickle would write, without writing it; failing that, by its attributes."""
+    """Any other object: by what pickle would write, without writing it."""
     try:
+        if isinstance(thing, torch.Generator):
+            raise TypeError("it changes with every draw")
         reduced = thing.__reduce_ex__(2)
     except Exception as error:  # the many ways in which classes refuse to be pickled
-        attributes = getattr(thing, "__dict__", None)
-        if attributes is None:
-            raise FingerprintError(
-                f"a {_name(type(thing))} cannot be told apart by its content ({error}). Give it a method fingerprint()."
-            ) from error
-        return ["object", _name(type(thing)), _describe(attributes, seen)]
+        raise FingerprintError(
+            f"a {_name(type(thing))} cannot be told apart by its content ({error}). Give it a method fingerprint()."
+        ) from error
     if isinstance(reduced, str):
         return ["name", type(thing).__module__, reduced]
-    # (callable, arguments, state, list items, dict items)
-    return ["object", _name(type(thing)), *(_describe(_listed(part), seen) for part in reduced[1:5])]
-
-
-def _listed(part: Any) -> Any:
-    return list(part) if isinstance(part, types.GeneratorType) or hasattr(part, "__next__") else part
+    # (callable, arguments, state, list items, dict items), the items as iterators
+    parts = (list(part) if hasattr(part, "__next__") else part for part in reduced[1:5])
+    return ["object", _name(type(thing)), *(_describe(part, seen) for part in parts)]

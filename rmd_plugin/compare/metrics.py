@@ -18,28 +18,31 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from rmd_plugin.compare.rows import AUROC, FPR95
 from rmd_plugin.encoding.features import check_labels
 
 #: the metrics, named as the framework names them
-METRICS = ("AUROC", "AUPR-IN", "AUPR-OUT", "FPR95TPR")
+METRICS = (AUROC, "AUPR-IN", "AUPR-OUT", FPR95)
 
 #: name under which the average over the OOD sets is reported
 MEAN = "mean"
 
 
-def ood_metrics(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """The four metrics of one detector on one OOD set.
+def compare_scores(id_scores: Tensor, ood_scores: Tensor) -> dict[str, Tensor]:
+    """The four metrics of one detector on one OOD set, as float64 scalars.
 
     Args:
-        scores: outlier scores of shape (N,), higher means more likely OOD.
-        labels: shape (N,); labels below zero mark OOD samples.
-
-    Returns:
-        AUROC, AUPR-IN, AUPR-OUT and FPR95TPR as float64 scalars.
+        id_scores: shape (N,), higher means more likely OOD.
+        ood_scores: shape (M,).
 
     Raises:
         ValueError: if scores are NaN, or there is no ID or no OOD sample.
     """
+    if not len(id_scores) or not len(ood_scores):
+        raise ValueError(f"there are {len(id_scores)} ID samples and {len(ood_scores)} OOD samples.")
+    scores = torch.cat([id_scores, ood_scores])
+    labels = torch.zeros(len(scores), dtype=torch.long, device=scores.device)
+    labels[len(id_scores) :] = -1
     values = (
         auroc(scores, labels),
         aupr(scores, labels, positive="id"),
@@ -49,21 +52,8 @@ def ood_metrics(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return dict(zip(METRICS, values, strict=True))
 
 
-def compare_scores(id_scores: Tensor, ood_scores: Tensor) -> dict[str, Tensor]:
-    """The four metrics of one detector on one OOD set, from ID scores (N,) and OOD scores (M,).
-
-    Raises:
-        ValueError: if scores are NaN, or there is no ID or no OOD sample.
-    """
-    if not len(id_scores) or not len(ood_scores):
-        raise ValueError(f"there are {len(id_scores)} ID samples and {len(ood_scores)} OOD samples.")
-    labels = torch.zeros(len(id_scores) + len(ood_scores), dtype=torch.long, device=id_scores.device)
-    labels[len(id_scores) :] = -1
-    return ood_metrics(torch.cat([id_scores, ood_scores]), labels)
-
-
 class OODScores(Metric):
-    """Collects the outlier scores of one detector and compares ID samples with one or more OOD sets.
+    """Collects the scores of one detector and compares ID samples with one or more OOD sets.
 
     Args:
         ood: names of the OOD sets.
@@ -93,13 +83,9 @@ class OODScores(Metric):
         """Add a batch.
 
         Args:
-            scores: outlier scores of shape (B,), higher means more likely OOD.
+            scores: shape (B,), higher means more likely OOD.
             labels: shape (B,); samples with a label below zero belong to the OOD set, the others are ID.
             ood: name of the OOD set; by default the first one.
-
-        Raises:
-            TypeError: if labels are not integers.
-            ValueError: if the shapes do not fit, or there is no OOD set of that name.
         """
         if scores.ndim != 1:
             raise ValueError(f"scores must have shape (B,), one per sample, got {tuple(scores.shape)}.")
@@ -162,9 +148,6 @@ class FeatureRows(Metric):
     """Collects rows of features (or logits) with their labels, in an order that does not depend on the processes.
 
     For detectors that need all features at once. Memory grows with the number of samples; it is kept on the CPU.
-
-    Args:
-        kwargs: options of :class:`torchmetrics.Metric`.
     """
 
     full_state_update: bool = False
@@ -179,12 +162,7 @@ class FeatureRows(Metric):
             self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(self, rows: Tensor, labels: Tensor, index: Tensor) -> None:
-        """Add a batch. Samples with a label below zero are skipped.
-
-        Args:
-            rows: features or logits, shape (B, D).
-            labels: shape (B,).
-            index: place of each sample in the whole set, shape (B,).
+        """Add rows (B, D) with labels (B,) and positions in the whole set (B,); labels below zero are skipped.
 
         Raises:
             ValueError: if rows are NaN or infinite, or the shapes do not fit.
@@ -215,11 +193,10 @@ class FeatureRows(Metric):
     def _sync_dist(
         self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any | None = None
     ) -> None:
-        group = process_group or self.process_group
         # a rank without data has to gather empty tensors of the shape and type of the others
-        width = self.rows[0].shape[1] if self.rows else 0
-        wide = self.rows[0].dtype == torch.float64 if self.rows else False
-        shapes = dist_sync_fn(torch.tensor([width, int(wide)], device=self.device), group=group)
+        mine = [self.rows[0].shape[1], self.rows[0].dtype == torch.float64] if self.rows else [0, 0]
+        group = process_group or self.process_group
+        shapes = dist_sync_fn(torch.tensor(mine, dtype=torch.long, device=self.device), group=group)
         width, precise = (int(size) for size in torch.stack(shapes).amax(0))
         if not self.rows:
             self.rows = [torch.zeros(0, width)]

@@ -18,29 +18,13 @@ Distance = Literal["", "near", "far"]
 Status = Literal["ok", "failed", "skipped"]
 
 #: names of the metrics, as :class:`pytorch_ood.metrics.OODMetrics` calls them
-AUROC, AUPR_IN, AUPR_OUT, FPR95, ACCURACY = "AUROC", "AUPR-IN", "AUPR-OUT", "FPR95TPR", "ACC"
+AUROC, FPR95, ACCURACY = "AUROC", "FPR95TPR", "ACC"
 SECONDS = FIT_SECONDS, SCORE_SECONDS = "fit_seconds", "score_seconds"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One number, and what it belongs to.
-
-    Attributes:
-        benchmark: name of the benchmark.
-        ood: name of the OOD set; empty for what does not belong to one (fit time, accuracy).
-        backbone: name of the backbone.
-        detector: name of the detector; empty for what belongs to the backbone alone.
-        seed: seed of the run.
-        metric: name of the metric.
-        value: the number, as a fraction where it is one; NaN unless ``status`` is ok.
-        distance: whether the OOD set is ``near`` or ``far``; empty if that is not said.
-        low: lower end of the 95 % interval, or NaN.
-        high: upper end of the 95 % interval, or NaN.
-        status: ``ok``, ``failed`` (it was tried) or ``skipped`` (the backbone cannot serve it).
-        reason: why it failed or was skipped; for ``ok`` a remark, if there is one.
-
-    Line breaks in texts become spaces.
+    """One number, and what it belongs to. Line breaks in texts become spaces.
 
     Example:
         >>> Row("digits", "noise", "small_cnn", "rmd", 0, "AUROC", 0.99, distance="far").ok
@@ -48,17 +32,17 @@ class Row:
     """
 
     benchmark: str
-    ood: str
+    ood: str  #: the OOD set; empty for what does not belong to one (fit time, accuracy)
     backbone: str
-    detector: str
+    detector: str  #: empty for what belongs to the backbone alone
     seed: int
     metric: str
-    value: float
-    distance: Distance = field(default="", kw_only=True)
-    low: float = field(default=math.nan, kw_only=True)
-    high: float = field(default=math.nan, kw_only=True)
-    status: Status = field(default="ok", kw_only=True)
-    reason: str = field(default="", kw_only=True)
+    value: float  #: a fraction where it is one; NaN unless ``status`` is ok
+    distance: Distance = field(default="", kw_only=True)  #: of the OOD set; empty if nobody says
+    low: float = field(default=math.nan, kw_only=True)  #: lower end of the 95 % interval
+    high: float = field(default=math.nan, kw_only=True)  #: upper end of the 95 % interval
+    status: Status = field(default="ok", kw_only=True)  #: failed: it was tried; skipped: the backbone cannot serve it
+    reason: str = field(default="", kw_only=True)  #: why it failed or was skipped; for ``ok`` a remark, if there is one
 
     def __post_init__(self) -> None:
         for name, allowed in (("distance", get_args(Distance)), ("status", get_args(Status))):
@@ -100,13 +84,7 @@ def write_rows(rows: Iterable[Row], path: str | os.PathLike[str]) -> None:
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
-    """Read what :func:`write_rows` wrote. Further columns are ignored; optional ones may be missing.
-
-    Args:
-        path: a CSV file.
-
-    Returns:
-        The rows, in the order of the file.
+    """Read what :func:`write_rows` wrote, in its order. Further columns are ignored; optional ones may be missing.
 
     Raises:
         RowsError: if the file does not hold rows.

@@ -9,21 +9,68 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from rmd_plugin.encoding.batches import Encoded, EncodingError, batch_inputs, batch_labels
-from rmd_plugin.encoding.features import check_labels, pool_features
-from rmd_plugin.encoding.hooks import HeadCall, Recorder, copied
+from rmd_plugin.encoding.features import check_labels, pool_features, widened
 from rmd_plugin.encoding.isolation import evaluating
 
 _log = logging.getLogger(__name__)
+
+
+class _Call(NamedTuple):
+    """One call of the head, whose output is the logits, or of an encoder, which has none."""
+
+    name: str
+    features: Tensor
+    logits: Tensor | None = None
+
+
+class _Recorder:
+    """The forward hooks. A copied or pickled module carries an idle recorder of its own."""
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.calls: list[_Call] = []
+        self.outputs: list[Tensor] = []  # of the whole module
+
+    def start(self) -> None:
+        self.armed, self.calls, self.outputs = True, [], []
+
+    def stop(self) -> tuple[list[_Call], list[Tensor]]:
+        heard = self.calls, self.outputs
+        self.armed, self.calls, self.outputs = False, [], []
+        return heard
+
+    def head(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        """The input of a classification layer is the features, its output the logits."""
+        if self.armed:
+            features = next((z for z in (*args, *kwargs.values()) if isinstance(z, Tensor)), None)
+            if features is not None:
+                self.calls.append(_Call(name, _copied(features), _logits(output)))
+
+    def encoder(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """The output of an encoder is the features."""
+        if self.armed and isinstance(output, Tensor):
+            self.calls.append(_Call("", _copied(output)))
+
+    def root(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """The output of the whole module is the logits."""
+        logits = _logits(getattr(output, "logits", output)) if self.armed else None
+        if logits is not None:
+            self.outputs.append(logits)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
+        return _Recorder()
+
+    def __reduce__(self) -> tuple[type[_Recorder], tuple[()]]:
+        return _Recorder, ()
 
 
 class BatchEncoder:
@@ -82,7 +129,7 @@ class BatchEncoder:
             self._resolve_encoder(encoder)
         elif encoder is not None:
             self._encode = encoder
-        self._recorder = Recorder()
+        self._recorder = _Recorder()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -129,35 +176,29 @@ class BatchEncoder:
         """Listen to the forward passes from now on."""
         self._recorder.start()
 
-    def stop(self) -> None:
-        """Stop listening and forget what was heard."""
-        self._recorder.stop()
-
     def take(self, batch: Any) -> Encoded | None:
         """What the forward pass since :meth:`start` said about ``batch``, or None if it did not come by.
 
         If the layer fired several times, the last call with as many samples as there are labels counts.
         """
         labels = self.labels_of(batch)
-        calls = self._recorder.stop()
-        if self._encode is not None:
-            if self.logits and not calls.root:
-                return None
+        calls, logits = self._recorder.stop()
+        if self.by_head:
+            return self._take_head(calls, labels, batch)
+        features = [call.features for call in calls]
+        if self._encode is not None and (logits or not self.logits):
             with evaluating(self._encode), torch.no_grad():
-                features = copied(self._encode(batch_inputs(batch)))
-            calls.encoder.append(features)
-        elif self._encoder_layer is None:
-            return self._take_head(calls.head, labels, batch)
-        if not calls.encoder:
+                features = [_copied(self._encode(batch_inputs(batch)))]
+        if not features:
             return None
-        features = _matching(calls.encoder, labels, self._encoder_name or "the encoder")
-        logits = [z for z in calls.root if len(z) == len(features)]
+        layer = self._encoder_name or "the encoder"
+        found = _matching(features, labels, layer)
+        logits = [z for z in logits if len(z) == len(found)]
         if self.logits and not logits:
             return None
-        features = _pooled(features, self._encoder_name or "the encoder")
-        return Encoded(features, logits[-1] if logits else None, labels, batch)
+        return Encoded(_pooled(found, layer), logits[-1] if logits else None, labels, batch)
 
-    def _take_head(self, calls: list[HeadCall], labels: Tensor | None, batch: Any) -> Encoded | None:
+    def _take_head(self, calls: list[_Call], labels: Tensor | None, batch: Any) -> Encoded | None:
         if self.head is None:
             calls = [call for call in calls if call.features.ndim == 2]
         if not calls:
@@ -179,20 +220,24 @@ class BatchEncoder:
         """Run the module on a batch, in evaluation mode and without gradients.
 
         Raises:
-            EncodingError: if the head did not take part in the forward pass, or the batch is of an unknown kind.
+            EncodingError: if the head did not take part in the forward pass, or the batch is of another kind.
         """
-        with self._attached(), evaluating(self.module), torch.no_grad():
-            self.start()
-            try:
+        attached = bool(self._handles)
+        self.attach()
+        try:
+            with evaluating(self.module), torch.no_grad():
+                self.start()
                 if self._encode is None or self.logits:
                     self.run(batch)
                 encoded = self.take(batch)
-            finally:
-                self.stop()
+        finally:
+            self._recorder.stop()
+            if not attached:
+                self.detach()
         if encoded is None:
-            place = self.head or self._encoder_name or "any nn.Linear with features of shape (B, D)"
+            layer = self.head or self._encoder_name or "any nn.Linear with features of shape (B, D)"
             raise EncodingError(
-                f"{place} did not take part in the forward pass of {type(self.module).__name__}, or gave no logits. "
+                f"{layer} did not take part in the forward pass of {type(self.module).__name__}, or gave no logits. "
                 f"Name the classification layer with head=, or pass encoder= and forward=. {_candidates(self.module)}"
             )
         return encoded
@@ -213,16 +258,6 @@ class BatchEncoder:
         return target(batch)
 
     # -- details ------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _attached(self) -> Iterator[None]:
-        ours = not self._handles
-        self.attach()
-        try:
-            yield
-        finally:
-            if ours:
-                self.detach()
 
     def _heads(self) -> list[tuple[str, nn.Module]]:
         if self.head is not None:
@@ -251,7 +286,7 @@ class BatchEncoder:
         if inside and isinstance(target := getattr(self.module, child), nn.Module) and _has_forward(target):
             return target
         raise EncodingError(
-            f"{type(self.module).__name__} does not define forward(), so it is unknown how to run it on a batch. "
+            f"{type(self.module).__name__} does not define forward(), so nobody knows how to run it on a batch. "
             "Pass forward=lambda module, batch: module.model(batch[0]), or define forward()."
         )
 
@@ -291,19 +326,30 @@ def _has_forward(module: nn.Module) -> bool:
     return forward is not nn.Module.forward and not forward.__module__.startswith(("pytorch_lightning.", "lightning."))
 
 
-def _pooled(features: Tensor, place: str) -> Tensor:
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy without gradients, at least float32: the module may work in place on what the hook saw."""
+    tensor = tensor.detach()
+    wide = widened(tensor)
+    return tensor.clone() if wide is tensor else wide
+
+
+def _logits(output: object) -> Tensor | None:
+    return _copied(output).flatten(1) if isinstance(output, Tensor) and output.ndim > 1 else None
+
+
+def _pooled(features: Tensor, layer: str) -> Tensor:
     try:
         return pool_features(features)
     except ValueError as error:
-        raise EncodingError(f"at {place}: {error}") from error
+        raise EncodingError(f"at {layer}: {error}") from error
 
 
-def _matching(found: list[Tensor], labels: Tensor | None, place: str) -> Tensor:
+def _matching(found: list[Tensor], labels: Tensor | None, layer: str) -> Tensor:
     fitting = [z for z in found if labels is None or len(z) == len(labels)]
     if not fitting:
         sizes, expected = ", ".join(str(len(z)) for z in found), 0 if labels is None else len(labels)
         raise EncodingError(
-            f"{place} saw {sizes} samples, but the batch has {expected} labels. Does the step change the "
+            f"{layer} saw {sizes} samples, but the batch has {expected} labels. Does the step change the "
             "batch (several views, mixed samples)? Pass labels= that fit, or forward= and refit='pass'."
         )
     return fitting[-1]

@@ -12,24 +12,17 @@ _LABEL_KEYS = ("labels", "label")
 
 
 class EncodingError(ValueError):
-    """The settings do not fit the module or its batches: a wrong head, an unknown kind of batch."""
+    """The settings do not fit the module or its batches: a wrong head, another kind of batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """What a batch became on its way through the module.
+    """What a batch became on its way through the module."""
 
-    Attributes:
-        features: shape (B, D), at least float32.
-        logits: shape (B, C), at least float32, or None where the module gave none.
-        labels: shape (B,), or None for a batch without labels.
-        batch: the batch itself, for detectors that work on inputs; None where it is not kept.
-    """
-
-    features: Tensor
-    logits: Tensor | None = None
-    labels: Tensor | None = None
-    batch: Any = field(default=None, repr=False)
+    features: Tensor  #: shape (B, D), at least float32
+    logits: Tensor | None = None  #: shape (B, C), at least float32; None where the module gave none
+    labels: Tensor | None = None  #: shape (B,); None for a batch without labels
+    batch: Any = field(default=None, repr=False)  #: itself, for detectors that work on inputs; None if not kept
 
     def __len__(self) -> int:
         return len(self.features)

@@ -11,11 +11,7 @@ def widened(z: Tensor) -> Tensor:
 
 
 def pool_features(z: Tensor) -> Tensor:
-    """Bring features to shape (B, D): maps of shape (B, C, H, W) are averaged over space.
-
-    Raises:
-        ValueError: for any other number of dimensions.
-    """
+    """Bring features to shape (B, D): maps of shape (B, C, H, W) are averaged over space."""
     if z.ndim == 2:
         return z
     if z.ndim == 4:
@@ -27,12 +23,7 @@ def pool_features(z: Tensor) -> Tensor:
 
 
 def check_features(z: Tensor, num_features: int | None) -> None:
-    """Refuse features that are not floating point or whose width is not ``num_features``, if that is given.
-
-    Raises:
-        TypeError: if the features are not a floating-point tensor.
-        ValueError: if their shape does not fit.
-    """
+    """Refuse features that are not floating point or whose width is not ``num_features``, if that is given."""
     if not isinstance(z, Tensor) or not z.is_floating_point():
         raise TypeError(f"features must be a floating-point tensor, {_found(z, 'z', 'float')}")
     if z.ndim not in (2, 4):
@@ -46,12 +37,7 @@ def check_features(z: Tensor, num_features: int | None) -> None:
 
 
 def check_labels(y: Tensor, num_samples: int) -> None:
-    """Refuse labels that are not one integer for each of ``num_samples`` samples.
-
-    Raises:
-        TypeError: if the labels are not an integer tensor.
-        ValueError: if there is not exactly one label per sample.
-    """
+    """Refuse labels that are not one integer for each of ``num_samples`` samples."""
     if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex():
         raise TypeError(f"labels must be an integer tensor, {_found(y, 'y', 'long')}")
     if y.shape != (num_samples,):

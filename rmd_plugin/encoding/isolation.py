@@ -13,11 +13,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(encoder: object) -> Iterator[None]:
-    """Put the module behind an encoder into evaluation mode and give every submodule its own mode back afterwards.
-
-    Args:
-        encoder: a module, a bound method of one, or any other callable (which is left alone).
-    """
+    """Put a module, or the owner of a bound method, into evaluation mode; every submodule gets its own mode back."""
     owner = encoder if isinstance(encoder, nn.Module) else getattr(encoder, "__self__", None)
     modes = [(module, module.training) for module in owner.modules()] if isinstance(owner, nn.Module) else []
     try:
@@ -33,10 +29,8 @@ def evaluating(encoder: object) -> Iterator[None]:
 def isolated_rng(seed: int) -> Iterator[None]:
     """Seed Python, numpy and torch for the time of the block, then give them their states back.
 
-    The accelerators' generators take part only if they are in use: asking for their state would start them.
-
-    Args:
-        seed: what is drawn inside depends on nothing else, so a refit gives the same after a resume and on every rank.
+    What is drawn inside depends on nothing else, so a refit gives the same after a resume and on every rank. The
+    accelerators' generators take part only if they are in use: asking for their state would start them.
     """
     cuda = torch.cuda.is_initialized()
     # the global generators are the ones that other people's training draws from
@@ -64,10 +58,6 @@ def visiting(module: nn.Module, seed: int) -> Iterator[None]:
 
     Random states, the mode of every submodule, buffers (such as running statistics), gradients and ``requires_grad``
     are restored.
-
-    Args:
-        module: the network.
-        seed: see :func:`isolated_rng`.
     """
     gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in module.parameters()]
     buffers = [

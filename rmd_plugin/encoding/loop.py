@@ -16,21 +16,13 @@ from rmd_plugin.encoding.isolation import evaluating
 
 
 class PairEncoder:
-    """Turns batches (x, y) into :class:`Encoded` by any encoder: half precision is widened, maps are averaged.
-
-    Args:
-        encoder: maps inputs to features of shape (B, D) or maps of shape (B, C, H, W).
-    """
+    """Turns batches (x, y) into :class:`Encoded` by any encoder: half precision is widened, maps are averaged."""
 
     def __init__(self, encoder: Callable[[Any], Tensor]) -> None:
         self.module = encoder
 
     def __call__(self, batch: Any) -> Encoded:
-        """Encode a batch.
-
-        Raises:
-            EncodingError: if the batch is no pair (x, y).
-        """
+        """Encode a batch; refuse one that is no pair (x, y)."""
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             found = f"{type(batch).__name__} of length {len(batch)}" if hasattr(batch, "__len__") else batch
             raise EncodingError(f"the loader must yield pairs (x, y), got a {found}.")
@@ -55,9 +47,6 @@ def encode_batches(
         device: where batches are moved to; None leaves them where they are.
         id_only: leave out samples with a label below zero, and batches of which nothing is left.
         title: of a progress bar; None for no bar.
-
-    Yields:
-        One :class:`Encoded` per batch.
 
     Example:
         >>> net = torch.nn.Flatten()

@@ -15,10 +15,11 @@ from pytorch_ood.api import Detector
 from torch import Tensor
 
 from rmd_plugin.encoding.batches import EncodingError
-from rmd_plugin.monitor.engine import Engine, OODMonitorWarning, Options
+from rmd_plugin.monitor.engine import Engine, OODMonitorWarning
+from rmd_plugin.monitor.evaluation import check_names
 from rmd_plugin.monitor.journal import STAGES
 from rmd_plugin.monitor.roster import Spec
-from rmd_plugin.monitor.state import HEADER, check_format, detectors_of, monitor_states
+from rmd_plugin.monitor.snapshot import HEADER, build_detector, check_format, monitor_states, restore_snapshot
 from rmd_plugin.monitor.trainer_access import as_validation, has_validation
 
 __all__ = ["OODMonitor", "OODMonitorWarning"]
@@ -96,34 +97,29 @@ class OODMonitor(pl.Callback):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.options = Options(
-            head=head,
-            # Hydra gives mappings of its own kind
-            ood=None if ood is None else {str(name): ood[name] for name in ood},
-            encoder=encoder,
-            forward=forward,
-            labels=labels,
-            ood_dataloaders={int(index): str(name) for index, name in (ood_dataloaders or {}).items()},
-            refit=refit,
-            fit_loader=fit_loader,
-            limit_fit_batches=limit_fit_batches,
-            limit_ood_batches=limit_ood_batches,
-            every_n_epochs=every_n_epochs,
-            warmup_epochs=warmup_epochs,
-            figures_dir=figures_dir,
-            on_error=on_error,
-            prefix=prefix,
-            seed=seed,
-        )
-        self.prefix = prefix
-        self._engine = Engine(detectors, self.options)
+        for name, value, choices in (("refit", refit, ("pass", "stream")), ("on_error", on_error, ("warn", "raise"))):
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
+        if every_n_epochs < 1 or warmup_epochs < 0:
+            raise ValueError(
+                f"expected every_n_epochs >= 1 and warmup_epochs >= 0, got {every_n_epochs} and {warmup_epochs}."
+            )
+        if head is not None and encoder is not None:
+            raise ValueError(f"give head or encoder, not both: got head={head!r} and encoder={encoder!r}.")
+        # Hydra gives mappings of its own kind
+        self.ood = None if ood is None else {str(name): ood[name] for name in ood}
+        self.ood_dataloaders = {int(index): str(name) for index, name in (ood_dataloaders or {}).items()}
+        check_names((*(self.ood or ()), *dict.fromkeys(self.ood_dataloaders.values())))
+        #: the classification layer, once it is found
+        self.head = self._given_head = head
+        self.encoder, self.forward, self.labels = encoder, forward, labels
+        self.refit, self.fit_loader = refit, fit_loader
+        self.limit_fit_batches, self.limit_ood_batches = limit_fit_batches, limit_ood_batches
+        self.every_n_epochs, self.warmup_epochs = every_n_epochs, warmup_epochs
+        self.figures_dir, self.on_error, self.prefix, self.seed = figures_dir, on_error, prefix, seed
+        self._engine = Engine(self, detectors)
         self._resuming = True  # else the state is only evaluated
         self._loaded = False
-
-    @property
-    def head(self) -> str | None:
-        """The classification layer, once it is found."""
-        return self._engine.head
 
     @property
     def detectors(self) -> dict[str, Detector]:
@@ -146,7 +142,8 @@ class OODMonitor(pl.Callback):
         """Check the name of the head, unless the module is still to be built."""
         if stage not in STAGES.values():
             return
-        self._engine.reset()
+        self.head = self._given_head
+        self._engine.datamodule_ood = None
         self._resuming, self._loaded = stage == "fit", False
         try:
             self._engine.new_encoder(pl_module)
@@ -184,15 +181,15 @@ class OODMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Listen to the forward pass, if the detectors are fitted on those of the training."""
-        if self.options.refit == "stream" and self._engine.due(trainer):
+        if self.refit == "stream" and self._engine.due(trainer):
             self._engine.encoder.start()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add what was heard to the stream."""
-        if self.options.refit == "stream" and self._engine.due(trainer):
-            self._engine.add_to_stream(trainer, pl_module, batch)
+        if self.refit == "stream" and self._engine.due(trainer):
+            self._engine.add_to_stream(trainer, batch)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Without validation: refit, so that the checkpoints hold fitted detectors."""
@@ -200,8 +197,7 @@ class OODMonitor(pl.Callback):
             return
         with as_validation(trainer):
             self._engine.refit(trainer, pl_module, list(self.detectors))
-        message = "there is no validation: the detectors are fitted and saved, but not scored."
-        self._engine.complain(message, once=True)
+        self._engine.complain("there is no validation: the detectors are fitted and saved, but not scored.", once=True)
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -231,7 +227,7 @@ class OODMonitor(pl.Callback):
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Score the OOD loaders, then log the metrics."""
-        self._engine.finish(trainer, pl_module)
+        self._engine.finish(trainer)
 
     on_test_start = on_validation_start
     on_test_epoch_start = on_validation_epoch_start
@@ -252,7 +248,7 @@ class OODMonitor(pl.Callback):
         if self._resuming or not self.history:
             self._engine.journal.rows = [dict(row) for row in state_dict["history"]]
         self._loaded, self._engine.saved_head = True, state_dict["head"]
-        self._engine.stream.load(state_dict["stream"])
+        self._engine.stream.saved = list(state_dict["stream"])
         self._engine.roster.load_state_dict(state_dict, resuming=self._resuming)
 
     def on_save_checkpoint(
@@ -295,4 +291,20 @@ class OODMonitor(pl.Callback):
         Raises:
             ValueError: if the checkpoint has no state of a monitor, or of several.
         """
-        return detectors_of(path, detectors, prefix, map_location)
+        states = monitor_states(path, map_location)
+        if prefix is not None:
+            states = {key: state for key, state in states.items() if f"'prefix': {prefix!r}" in key}
+        if len(states) != 1:
+            raise ValueError(
+                f"expected the state of one OODMonitor in {str(path)!r}, found {len(states)}: {', '.join(states)}. "
+                "Was it saved with save_weights_only=True? With several monitors, pass prefix=."
+            )
+        [state] = states.values()
+        check_format(state)
+        found = dict(detectors or {})
+        for name, snapshot in state["detectors"].items():
+            if name in found:
+                restore_snapshot(found[name], snapshot)
+            else:
+                found[name] = build_detector(snapshot)
+        return {name: found[name] for name in state["detectors"]}

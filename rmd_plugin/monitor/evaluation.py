@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+import pytorch_lightning as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rmd_plugin.compare.adapters import Adapter
+from rmd_plugin.compare.adapters import Adapter, Representation
 from rmd_plugin.compare.metrics import MEAN, METRICS, OODScores, check_set_names, compare_scores, quiet_compute
-from rmd_plugin.compare.parts import Representation
 from rmd_plugin.encoding.batches import Encoded
 from rmd_plugin.encoding.isolation import isolated_rng, visiting
 
-#: the OOD set of samples that are known only by their label below zero
+#: the OOD set of samples that only their label below zero marks
 UNKNOWN = "unknown"
 
 
@@ -28,56 +29,36 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass
 class Results:
-    """What an evaluation found.
+    """What an evaluation found, by detector."""
 
-    Attributes:
-        values: for each detector the values under ``"<set>/<metric>"`` and ``"mean/<metric>"``; NaN where it failed.
-        scores: for each detector that did not fail, the scores of the ID samples and those of each OOD set.
-        problems: sentences about what went wrong.
-    """
-
+    #: values under ``"<set>/<metric>"`` and ``"mean/<metric>"``; NaN where the detector failed
     values: dict[str, dict[str, float]] = field(default_factory=dict)
+    #: where it did not fail, the scores of the ID samples and those of each OOD set
     scores: dict[str, tuple[Tensor, dict[str, Tensor]]] = field(default_factory=dict)
+    #: sentences about what went wrong
     problems: list[str] = field(default_factory=list)
 
 
 class Evaluation:
-    """Scores batches with all detectors and keeps the scores. Errors are kept too: a detector that failed is NaN.
-
-    Args:
-        adapters: the detectors by name.
-        sets: names of the OOD sets that are expected.
-        module: the network, for detectors that are scored on inputs.
-        device: for the scores.
-        seed: of what detectors may draw while they score.
-    """
+    """Scores batches with all detectors and keeps the scores. Errors are kept too: a detector that failed is NaN."""
 
     def __init__(
-        self,
-        adapters: Mapping[str, Adapter],
-        sets: Sequence[str],
-        *,
-        module: nn.Module,
-        device: torch.device,
-        seed: int,
+        self, adapters: Mapping[str, Adapter], sets: Sequence[str], *, module: pl.LightningModule, seed: int
     ) -> None:
         self.sets = tuple(sets)
-        self._adapters = dict(adapters)
-        self._module = module
-        self._seed = seed
+        #: why OOD sets were given up, say because they could not be read
+        self.broken_sets: dict[str, Exception] = {}
+        self._adapters, self._module, self._seed = dict(adapters), module, seed
         self._errors: dict[str, object] = {}
-        self._broken_sets: dict[str, object] = {}
         self._unknown_seen = False
-        place = torch.device("cpu") if device.type == "mps" else device
-        self._metrics = {name: OODScores((*self.sets, UNKNOWN)).to(place) for name in adapters}
+        device = torch.device("cpu") if module.device.type == "mps" else module.device
+        self._metrics = {name: OODScores((*self.sets, UNKNOWN)).to(device) for name in adapters}
 
     def add(self, encoded: Encoded, *, ood: str | None = None, keep: Tensor | None = None) -> None:
         """Score a batch.
 
-        Args:
-            encoded: the encoded batch.
-            ood: the OOD set of all of its samples. If None, labels below zero are the set "unknown", the others are ID.
-            keep: mask of shape (B,) of the samples that count; None for all.
+        All of its samples belong to the set ``ood``; without it, labels below zero are the set "unknown" and the others
+        are ID. Only the samples in ``keep``, a mask of shape (B,), count.
         """
         if ood is not None:
             labels = torch.full((len(encoded),), -1)
@@ -105,39 +86,30 @@ class Evaluation:
         """Give up a detector, with the error or a sentence that says why; "" if it has been told already."""
         self._errors.setdefault(name, reason)
 
-    def fail_set(self, ood: str, reason: object) -> None:
-        """Give up an OOD set, say because it could not be read."""
-        self._broken_sets.setdefault(ood, reason)
-
-    def finish(self, agree: Callable[[list[bool]], list[bool]]) -> Results:
+    def finish(self, trainer: pl.Trainer) -> Results:
         """Compute the metrics. Every process has to call it, and gets the same values."""
-        names = list(self._adapters)
-        flags = [self._unknown_seen, *(s in self._broken_sets for s in self.sets), *(n in self._errors for n in names)]
-        unknown, *flags = agree(flags)
-        broken, failed = flags[: len(self.sets)], flags[len(self.sets) :]
+        anywhere = partial(trainer.strategy.reduce_boolean_decision, all=False)
         results = Results()
-        sets = (*self.sets, UNKNOWN) if unknown else self.sets
-        for name, bad in zip(self.sets, broken, strict=True):
-            if bad:
-                results.problems.append(f"the OOD set {name!r} failed: {_reason(self._broken_sets.get(name))}")
-        lost = {name for name, bad in zip(self.sets, broken, strict=True) if bad}
-        for name, bad in zip(names, failed, strict=True):
-            values = {f"{s}/{metric}": math.nan for s in sets for metric in METRICS}
-            if bad:
+        sets = (*self.sets, UNKNOWN) if anywhere(self._unknown_seen) else self.sets
+        lost = [ood for ood in self.sets if anywhere(ood in self.broken_sets)]
+        results.problems += [f"the OOD set {ood!r} failed: {_reason(self.broken_sets.get(ood))}" for ood in lost]
+        for name in self._adapters:
+            values = {f"{ood}/{metric}": math.nan for ood in sets for metric in METRICS}
+            if anywhere(name in self._errors):
                 if self._errors.get(name) != "":
                     results.problems.append(f"{name!r} failed to score: {_reason(self._errors.get(name))}")
             else:
                 with quiet_compute():
                     id_scores, ood_scores = self._metrics[name].gather()
                 results.scores[name] = id_scores, ood_scores
-                for ood in (s for s in sets if s not in lost):
+                for ood in (ood for ood in sets if ood not in lost):
                     try:
                         found = compare_scores(id_scores, ood_scores.get(ood, id_scores[:0]))
                         values.update({f"{ood}/{metric}": float(value) for metric, value in found.items()})
                     except ValueError as error:
                         results.problems.append(f"{name!r} has no result on {ood!r}: {error}")
             for metric in METRICS if sets else ():
-                values[f"{MEAN}/{metric}"] = sum(values[f"{s}/{metric}"] for s in sets) / len(sets)
+                values[f"{MEAN}/{metric}"] = sum(values[f"{ood}/{metric}"] for ood in sets) / len(sets)
             results.values[name] = values
         if not sets:
             results.problems.append(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -22,50 +23,35 @@ STAGES = {TrainerFn.FITTING: "fit", TrainerFn.VALIDATING: "validate", TrainerFn.
 class Journal:
     """Keeps and logs one value for each epoch, detector, OOD set and metric. Figures go to ``folder``, if any."""
 
-    def __init__(self, prefix: str, folder: Path | None = None) -> None:
+    def __init__(self, prefix: str, folder: str | PathLike[str] | None = None) -> None:
         self.prefix = prefix
-        self.folder = folder
+        self.folder = None if folder is None else Path(folder)
         self.rows: list[dict[str, Any]] = []
 
-    def record(
-        self, trainer: pl.Trainer, module: pl.LightningModule, detector: str, ood: str, metric: str, value: float
-    ) -> None:
+    def record(self, trainer: pl.Trainer, detector: str, ood: str, metric: str, value: float) -> None:
         """Keep a value and log it. An empty ``ood`` means that it belongs to no OOD set."""
         when = {"stage": stage_of(trainer), "epoch": trainer.current_epoch, "step": trainer.global_step}
         self.rows.append({**when, "detector": detector, "ood": ood, "metric": metric, "value": value})
         name = "/".join(part for part in (detector, ood, metric) if part)
-        self._log(trainer, module, name, value)
+        self._log(trainer, name, value)
 
-    def record_all(
-        self, trainer: pl.Trainer, module: pl.LightningModule, values: Mapping[str, Mapping[str, float]]
-    ) -> None:
-        """Keep and log the values of each detector, under ``"<set>/<metric>"``."""
-        for detector, found in values.items():
-            for key, value in found.items():
-                ood, metric = key.rsplit("/", 1)
-                self.record(trainer, module, detector, ood, metric, value)
-
-    def repeat(
-        self, trainer: pl.Trainer, module: pl.LightningModule, detectors: Iterable[str], sets: Iterable[str]
-    ) -> None:
+    def repeat(self, trainer: pl.Trainer, detectors: Iterable[str], sets: Sequence[str]) -> None:
         """Show the last values, or NaN before the first, to the callbacks that monitor a metric; loggers get none.
 
         ``ModelCheckpoint`` and ``EarlyStopping`` end the training if the metric that they monitor is missing. Lightning
         refuses a name that is logged with other options in the same hook, so call it in another one than ``record``.
         """
         last = {(row["detector"], row["ood"], row["metric"]): row["value"] for row in self.rows if row["ood"]}
-        sets = list(sets)
         for detector in detectors:
             for ood in [*sets, MEAN] if sets else []:
                 for metric in METRICS:
                     last.setdefault((detector, ood, metric), math.nan)
         for key, value in last.items():
-            self._log(trainer, module, "/".join(key), value, logger=False)
+            self._log(trainer, "/".join(key), value, logger=False)
 
-    def _log(
-        self, trainer: pl.Trainer, module: pl.LightningModule, name: str, value: float, *, logger: bool | None = None
-    ) -> None:
+    def _log(self, trainer: pl.Trainer, name: str, value: float, *, logger: bool | None = None) -> None:
         if not trainer.barebones:
+            module = trainer.lightning_module
             number = _Number().to(module.device)
             number.update(value)
             options: dict[str, Any] = {"on_step": False, "on_epoch": True, "add_dataloader_idx": False}

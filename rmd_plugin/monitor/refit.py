@@ -1,41 +1,40 @@
 """One fit of several detectors from the same encoded batches, over any number of processes.
 
-What each of them is fed says :mod:`rmd_plugin.compare.adapters`. Whatever is distributed is held by metrics.
+The batches come from a pass of their own, or from the training itself. What each detector is fed says
+:mod:`rmd_plugin.compare.adapters`. Whatever is distributed is held by metrics.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from rmd_plugin.compare.adapters import Adapter, take
+from rmd_plugin.compare.adapters import Adapter, Representation, take
 from rmd_plugin.compare.metrics import FeatureRows, quiet_compute
-from rmd_plugin.compare.parts import Representation
 from rmd_plugin.encoding.batches import Encoded, EncodingError
 from rmd_plugin.encoding.isolation import visiting
+from rmd_plugin.monitor.sharding import own_samples
+from rmd_plugin.monitor.trainer_access import training_loaders
 
 _MOMENTS, _LOGITS, _INPUTS = Representation.MOMENTS, Representation.LOGITS, Representation.INPUTS
 
 
 @dataclass
 class Outcome:
-    """How the fit of one detector went.
+    """How the fit of one detector went."""
 
-    Attributes:
-        seconds: the shared pass over the data, and the detector's own fit.
-        error: what went wrong on this process; None if nothing did.
-        failed: whether it went wrong on any process.
-    """
-
-    seconds: float = 0.0
-    error: Exception | None = None
-    failed: bool = False
+    seconds: float = 0.0  #: of the shared pass over the data, and the detector's own fit
+    error: Exception | None = None  #: what went wrong on this process
+    failed: bool = False  #: whether it went wrong on any process
 
 
 @dataclass
@@ -47,8 +46,8 @@ class _Group:
     names: list[str] = field(default_factory=list)
     error: Exception | None = None
 
-    def update(self, encoded: Encoded, labels: Tensor, places: Tensor) -> None:
-        where = () if self.fed is _MOMENTS else (places,)
+    def update(self, encoded: Encoded, labels: Tensor, positions: Tensor) -> None:
+        where = () if self.fed is _MOMENTS else (positions,)
         self.metric.update(take(self.fed, encoded), labels, *where)
 
     def collect(self, device: torch.device) -> Any:
@@ -68,10 +67,6 @@ class Refit:
 
     Call :meth:`update` with every batch, then :meth:`finish` on every process. Errors are kept, not raised: a process
     that left would let the others wait for ever.
-
-    Args:
-        adapters: the detectors by name.
-        device: for the metrics.
     """
 
     def __init__(self, adapters: Mapping[str, Adapter], device: torch.device) -> None:
@@ -97,8 +92,8 @@ class Refit:
         """Names of the detectors that share an accumulator."""
         return [tuple(group.names) for group in self._groups.values()]
 
-    def update(self, encoded: Encoded, places: Tensor) -> None:
-        """Add a batch with labels; ``places`` is the order of its samples over all processes, shape (B,).
+    def update(self, encoded: Encoded, positions: Tensor) -> None:
+        """Add a batch with labels; ``positions`` is the order of its samples over all processes, shape (B,).
 
         Raises:
             EncodingError: if the batch has no labels.
@@ -108,50 +103,48 @@ class Refit:
         for group in self._groups.values():
             if group.error is None:
                 try:
-                    group.update(encoded, encoded.labels, places)
+                    group.update(encoded, encoded.labels, positions)
                 except Exception as error:
                     group.error = error
 
-    def fail(self, error: Exception) -> None:
-        """Give up the fit on this process, say because its data could not be read."""
-        for group in self._groups.values():
-            group.error = group.error or error
+    def feed(self, batches: Generator[tuple[Encoded, Tensor], None, None]) -> None:
+        """One pass over this process's share of the data; an error of the data is kept, one of the settings raised."""
+        start = time.perf_counter()
+        with closing(batches):
+            try:
+                for encoded, positions in batches:
+                    self.update(encoded, positions)
+            except EncodingError:
+                raise  # a wrong setting, not bad luck
+            except Exception as error:
+                for group in self._groups.values():
+                    group.error = group.error or error
+        self.seconds = time.perf_counter() - start
 
     def finish(
-        self,
-        adapters: Mapping[str, Adapter],
-        *,
-        agree: Callable[[list[bool]], list[bool]],
-        loader: Callable[[], Iterable[Any]],
-        module: nn.Module,
-        seed: int,
+        self, adapters: Mapping[str, Adapter], trainer: pl.Trainer, data: Iterable[tuple[Any, Tensor]], seed: int
     ) -> dict[str, Outcome]:
         """Fit the detectors. Every process has to call it, and gives all detectors the same fit.
 
-        Args:
-            adapters: the same names as before.
-            agree: true where any process says true.
-            loader: gives pairs (x, y) of the whole set, for detectors that are fitted on inputs.
-            module: the network; it is afterwards as it was.
-            seed: of what the fits draw.
+        The adapters have the same names as before; ``data`` is the whole set, for detectors that are fitted on inputs.
         """
+        module, anywhere = trainer.lightning_module, partial(trainer.strategy.reduce_boolean_decision, all=False)
         outcomes: dict[str, Outcome] = {}
-        groups = list(self._groups.values())
-        for group, failed in zip(groups, agree([group.error is not None for group in groups]), strict=True):
+        for group in self._groups.values():
             start = time.perf_counter()
-            data = None if failed else self._collect(group)
+            failed = anywhere(group.error is not None)
+            rows = None if failed else self._collect(group)
             shared = self.seconds + time.perf_counter() - start
             for name in group.names:
                 outcomes[name] = Outcome(shared, group.error, failed)
-                if data is not None:
-                    _attempt(outcomes[name], adapters[name], data, module, seed)
+                if rows is not None:
+                    _attempt(outcomes[name], adapters[name], rows, module, seed)
         for name, adapter in adapters.items():
             if adapter.fitted_on is _INPUTS:
                 outcomes[name] = Outcome()
-                _attempt(outcomes[name], adapter, loader(), module, seed)
-        flags = agree([outcome.failed or outcome.error is not None for outcome in outcomes.values()])
-        for outcome, failed in zip(outcomes.values(), flags, strict=True):
-            outcome.failed = failed
+                _attempt(outcomes[name], adapter, data, module, seed)
+        for outcome in outcomes.values():
+            outcome.failed = anywhere(outcome.failed or outcome.error is not None)
         return outcomes
 
     def _collect(self, group: _Group) -> Any:
@@ -185,6 +178,35 @@ class Refit:
                     for name, tensor in state["tensors"].items():
                         setattr(group.metric, name, tensor.to(group.metric.device))
                     group.metric._update_count = 1
+
+
+class TrainingStream:
+    """Gathers the encoded batches of the training itself until the next refit; every sample counts once."""
+
+    def __init__(self) -> None:
+        self.refit: Refit | None = None  #: what has been gathered; None before the first batch
+        self.saved: list[dict[str, Any]] = []  #: moments of a checkpoint in the middle of an epoch, to go on from
+        self._seen = 0
+
+    def clear(self) -> None:
+        """Forget what has been gathered."""
+        self.refit, self.saved = None, []
+
+    def add(self, trainer: pl.Trainer, adapters: Mapping[str, Adapter], encoded: Encoded) -> None:
+        """Add a training batch."""
+        if self.refit is None:
+            self.refit, self._seen = Refit(adapters, trainer.lightning_module.device), 0
+            if trainer.is_global_zero:
+                self.refit.load_moments(self.saved)
+            self.saved = []
+        start, rank, world = self._seen, trainer.global_rank, trainer.world_size
+        self._seen += len(encoded)
+        positions = torch.arange(start, self._seen) * world + rank
+        loaders = training_loaders(trainer)
+        keep = own_samples(loaders[0], start, len(encoded), rank=rank, world=world) if len(loaders) == 1 else None
+        if keep is not None:
+            encoded, positions = encoded.select(keep), positions[keep]
+        self.refit.update(encoded, positions)
 
 
 def _options(metric: Metric) -> tuple[Any, ...]:

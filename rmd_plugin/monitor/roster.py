@@ -9,28 +9,18 @@ from pytorch_ood.api import Detector
 from torch import nn
 
 import rmd_plugin
-from rmd_plugin.compare.adapters import Adapter, adopt, build, detector_class
-from rmd_plugin.compare.parts import NotSupported, Parts
+from rmd_plugin.compare.adapters import Adapter, NotSupported, Parts, adopt, build, detector_class
 from rmd_plugin.encoding.batch_encoder import BatchEncoder
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.refit import Outcome
-from rmd_plugin.monitor.snapshot import build_detector, restore_snapshot, take_snapshot
+from rmd_plugin.monitor.snapshot import restore_snapshot, take_snapshot
 
 #: a detector; a class or partial of one, built from what the network offers; a function of the network that makes one
 Spec = Detector | Callable[..., Detector]
 
 
 class Roster:
-    """Detectors by name, fitted or not.
-
-    Args:
-        specs: detectors; detector classes or partials of them; functions that make one from the network; or names of
-            rmd_plugin's detectors. A sequence of such names will do.
-
-    Raises:
-        TypeError: if there are no detectors, or something else stands in the place of one.
-        ValueError: if a name could not stand in the name of a metric.
-    """
+    """Detectors by name, fitted or not; what may stand for one explains :class:`rmd_plugin.OODMonitor`."""
 
     def __init__(self, specs: Mapping[str, Spec | str] | Sequence[str]) -> None:
         self._specs = _read(specs)
@@ -53,15 +43,10 @@ class Roster:
         return any(detector_class(spec) is not None for spec in self._specs.values())
 
     def build(self, module: nn.Module, parts: Parts, names: Iterable[str] | None = None) -> None:
-        """Make the detectors that are given as functions or classes, anew if they were there.
+        """Make the detectors that are given as functions of the module or as classes, anew if they were there.
 
-        Args:
-            module: argument of the functions.
-            parts: what classes are built from.
-            names: which; by default those that are not fitted, or whose fit a checkpoint holds.
-
-        Raises:
-            ValueError: if a class needs what the network does not offer.
+        By default those that are not fitted, or whose fit a checkpoint holds. A class that needs what the network does
+        not offer is refused.
         """
         if names is None:
             names = [name for name in self._specs if name not in self.fitted or name in self._snapshots]
@@ -97,11 +82,7 @@ class Roster:
         return {name: reason for name, reason in self.unfit.items() if self.adapters[name].detector.requires_fit}
 
     def note(self, outcomes: Mapping[str, Outcome], *, epoch: int, step: int) -> list[str]:
-        """Note which detectors were fitted and which failed.
-
-        Returns:
-            A sentence for each reason of failure, with the names of all detectors that it hit.
-        """
+        """Note which detectors were fitted, and return a sentence for each reason why some were not."""
         reasons: dict[str, list[str]] = {}
         for name, outcome in outcomes.items():
             if outcome.failed:
@@ -171,18 +152,6 @@ def parts_of(encoder: BatchEncoder, *, head: str | None, seed: int) -> Parts:
     if not isinstance(layer, nn.Linear):
         return Parts(model=model, seed=seed)
     return Parts(layer.in_features, layer.out_features, head=layer, model=model, seed=seed)
-
-
-def load_roster(state: Mapping[str, Any], instances: Mapping[str, Detector] | None = None) -> dict[str, Detector]:
-    """The fitted detectors of a :meth:`Roster.state_dict`; those of neither library are filled into ``instances``."""
-    result: dict[str, Detector] = {}
-    for name, snapshot in state["detectors"].items():
-        if instances is not None and name in instances:
-            restore_snapshot(instances[name], snapshot)
-            result[name] = instances[name]
-        else:
-            result[name] = build_detector(snapshot)
-    return result
 
 
 def _read(specs: Any) -> dict[str, Spec]:

@@ -8,7 +8,8 @@ Lightning's sampler is in use, :func:`own_samples` tells which samples of a batc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,30 +18,24 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 
+@dataclass(frozen=True)
 class Shard:
     """A process's share of a loader: samples dealt out one by one (``by_sample``), or whole batches."""
 
-    def __init__(self, batches: Iterable[Any], rank: int, world: int, *, by_sample: bool) -> None:
-        self._batches = batches
-        self._rank = rank
-        self._world = world
-        self._by_sample = by_sample
+    batches: Iterable[Any]
+    rank: int
+    world: int
+    by_sample: bool
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
-
-    def places(self, batch: int, start: int, size: int) -> Tensor:
+    def positions(self, batch: int, start: int, size: int) -> Tensor:
         """Numbers (size,) that put the samples of all processes into one order, the loader's own if it has one.
 
-        Args:
-            batch: number of the batch in this share.
-            start: number of samples in the batches before it.
-            size: number of samples in it.
+        ``start`` is the number of samples in the batches of this share before the one with the number ``batch``.
         """
         offsets = torch.arange(size)
-        if self._by_sample:
-            return (start + offsets) * self._world + self._rank
-        return ((batch * self._world + self._rank) << 32) + offsets
+        if self.by_sample:
+            return (start + offsets) * self.world + self.rank
+        return ((batch * self.world + self.rank) << 32) + offsets
 
 
 def shard(
@@ -60,12 +55,6 @@ def shard(
         world: number of processes.
         limit: batches per process (int), or the fraction of all batches (float); None for all.
         seed: of the loader's generator, which seeds its workers.
-
-    Returns:
-        The batches of this process.
-
-    Raises:
-        ValueError: if the limit is not positive, or a fraction of an unknown length.
     """
     if limit is not None and (isinstance(limit, bool) or limit <= 0 or (isinstance(limit, float) and limit > 1)):
         raise ValueError(f"the limit must be a positive number of batches or a fraction up to 1.0, got {limit!r}.")
@@ -79,14 +68,6 @@ def shard(
         batches = limit * world if isinstance(limit, int) else math.ceil(limit * math.ceil(len(indices) / size))
         count = min(len(indices), batches * size)
         indices = [indices[i * len(indices) // count] for i in range(count)]
-    workers: dict[str, Any] = {}
-    if loader.num_workers:
-        workers = {
-            "multiprocessing_context": loader.multiprocessing_context,
-            "prefetch_factor": loader.prefetch_factor,
-            "worker_init_fn": loader.worker_init_fn,
-            "timeout": loader.timeout,
-        }
     batches_of_rank: DataLoader[Any] = DataLoader(
         loader.dataset,
         batch_size=None if whole else size,
@@ -94,8 +75,11 @@ def shard(
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
         generator=torch.Generator().manual_seed(seed),
-        **workers,
     )
     return Shard(batches_of_rank, rank, world, by_sample=not whole)
 
@@ -103,25 +87,18 @@ def shard(
 def own_samples(loader: object, start: int, size: int, *, rank: int, world: int) -> Tensor | None:
     """Which samples of a batch count on this process, so that over all processes each counts once.
 
-    Args:
-        loader: the loader that Lightning runs.
-        start: number of samples that this process has seen of it in this epoch.
-        size: number of samples in the batch.
-        rank: of this process.
-        world: number of processes.
-
-    Returns:
-        A mask of shape (size,), or None if all of them count, or if the loader does not tell.
+    The batch holds ``size`` samples of a loader that Lightning runs, after ``start`` others. Gives a mask of shape
+    (size,), or None if all of them count, or if the loader does not tell.
     """
     if world == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    places = torch.arange(start, start + size)
+    positions = torch.arange(start, start + size)
     if isinstance(sampler, DistributedSampler):
-        # rank r holds places r, r + world, ... of the set, which is padded at its end by its first samples
-        return places * sampler.num_replicas + sampler.rank < len(sampler.dataset)  # type: ignore[arg-type]
+        # rank r holds positions r, r + world, ... of the set, which is padded at its end by its first samples
+        return positions * sampler.num_replicas + sampler.rank < len(sampler.dataset)  # type: ignore[arg-type]
     if isinstance(sampler, SequentialSampler):
-        return places % world == rank  # use_distributed_sampler=False: every process runs the whole set
+        return positions % world == rank  # use_distributed_sampler=False: every process runs the whole set
     return None
 
 
@@ -134,19 +111,9 @@ def _shard_batches(loader: Iterable[Any], rank: int, world: int, limit: float | 
             limit = math.ceil(limit * len(loader) / (1 if self_sharding else world))
         else:
             raise ValueError(f"a loader without a length cannot be limited to the fraction {limit}. Give an integer.")
-    stop = None if limit is None else int(limit)
-    if self_sharding:
-        return Shard(_Slice(loader, 0, stop, 1), rank, world, by_sample=False)
-    return Shard(_Slice(loader, rank, None if stop is None else stop * world, world), rank, world, by_sample=False)
-
-
-class _Slice:
-    def __init__(self, batches: Iterable[Any], start: int, stop: int | None, step: int) -> None:
-        self._arguments = (batches, start, stop, step)
-
-    def __iter__(self) -> Iterator[Any]:
-        batches, *bounds = self._arguments
-        return islice(batches, *bounds)
+    start, step = (0, 1) if self_sharding else (rank, world)
+    share = islice(loader, start, None if limit is None else int(limit) * step, step)
+    return Shard(share, rank, world, by_sample=False)
 
 
 def _dataset_indices(loader: DataLoader[Any]) -> Sequence[int]:

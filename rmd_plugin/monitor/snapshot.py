@@ -1,4 +1,4 @@
-"""Fitted detectors as plain data, which ``torch.load(..., weights_only=True)`` reads.
+"""Monitors and fitted detectors as plain data, which ``torch.load(..., weights_only=True)`` reads.
 
 Detectors with a ``state_dict`` of their own (all of ours) are asked for it. The framework's have none: their attributes
 are taken as far as they are tensors, numbers, texts and containers of these; networks are left out, because they are
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from inspect import isroutine
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,27 @@ from torch import Tensor, nn
 import rmd_plugin
 from rmd_plugin.detectors.base import load_detector
 
+#: what every state begins with
+HEADER = {"kind": "rmd_plugin.OODMonitor", "format": 1}
+
 _PARAMETERS = "__parameters__"
 _ARRAY = "__array__"
 _DETECTOR = "__detector__"
+
+
+def monitor_states(path: str | PathLike[str], map_location: str | torch.device) -> dict[str, dict[str, Any]]:
+    """The states of all monitors in a checkpoint, by the key of the callback."""
+    states = torch.load(path, map_location=map_location, weights_only=True).get("callbacks", {})
+    return {
+        key: state for key, state in states.items() if isinstance(state, dict) and state.get("kind") == HEADER["kind"]
+    }
+
+
+def check_format(state: Mapping[str, Any]) -> None:
+    """Refuse a state of something else, or of another version."""
+    if any(state.get(key) != value for key, value in HEADER.items()):
+        expected, found = HEADER["format"], state.get("format")
+        raise ValueError(f"expected the state of an OODMonitor, format {expected}, got format {found!r}.")
 
 
 def take_snapshot(detector: Detector) -> dict[str, Any] | None:

@@ -1,10 +1,10 @@
-"""What the monitor needs to know and do of a Lightning ``Trainer``: loaders, batches, agreement between processes."""
+"""What the monitor needs to know and do of a Lightning ``Trainer``: its loaders, and batches as it runs them."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytorch_lightning as pl
@@ -17,77 +17,27 @@ from rmd_plugin.encoding.batch_encoder import BatchEncoder
 from rmd_plugin.encoding.batches import Encoded, EncodingError, batch_inputs
 from rmd_plugin.encoding.isolation import visiting
 from rmd_plugin.encoding.loop import encode_batches
-from rmd_plugin.monitor.refit import Refit
 from rmd_plugin.monitor.sharding import shard
 
-Limit = int | float | None
 
+@dataclass
+class DataSource:
+    """A loader and its way through the module; without one, what detectors are fitted on by default."""
 
-def encoded_batches(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    encoder: BatchEncoder,
-    loader: Callable[[], Iterable[Any]],
-    *,
-    limit: Limit,
-    seed: int,
-) -> Generator[tuple[Encoded, Tensor], None, None]:
-    """This process's share of a loader, run through the module in evaluation mode and the trainer's precision.
-
-    The module and all random states are afterwards as they were. Close the iterator if you leave it early. ``loader``
-    gives the loader, called where it cannot disturb the random states; ``limit`` is that of :func:`shard`.
-
-    Yields:
-        The encoded batch and the places of its samples in the whole set.
-    """
-    seen = 0
-    with visiting(module, seed), torch.inference_mode(False), torch.no_grad():
-        share = shard(loader(), rank=trainer.global_rank, world=trainer.world_size, limit=limit, seed=seed)
-
-        def encode(batch: Any) -> Encoded:
-            batch = transfer(trainer, module, batch)
-            with trainer.precision_plugin.forward_context():
-                return encoder(batch)
-
-        for number, encoded in enumerate(encode_batches(encode, share)):
-            yield encoded, share.places(number, seen, len(encoded))
-            seen += len(encoded)
-
-
-class FitData:
-    """What detectors are fitted on: a loader of the user's choice, or else the training set.
-
-    Args:
-        trainer: runs the module.
-        module: the network.
-        encoder: turns batches into encoded batches.
-        loader: the user's choice; by default ``fit_dataloader()`` of the datamodule or module, if there is one.
-        limit: that of :func:`shard`; by default the trainer's ``limit_train_batches``.
-        seed: of the loader.
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        encoder: BatchEncoder,
-        *,
-        loader: Iterable[Any] | None,
-        limit: Limit,
-        seed: int,
-    ) -> None:
-        self._trainer, self._module, self._encoder, self._loader, self._seed = trainer, module, encoder, loader, seed
-        self._limit = trainer_limit(trainer.limit_train_batches) if limit is None else limit
+    trainer: pl.Trainer
+    encoder: BatchEncoder
+    loader: Iterable[Any] | None  #: by default ``fit_dataloader()`` of the datamodule or module, or the training set
+    limit: int | float | None  #: that of :func:`shard`
+    seed: int
 
     @property
     def chosen(self) -> bool:
         """Whether there is another choice than the training set."""
-        return self._loader is not None or self._owner() is not None
+        return self.loader is not None or self._owner() is not None
 
     def find_head(self) -> None:
         """Encode one batch, from which the encoder learns where the head is. Data that cannot be read tell nothing."""
-        options: dict[str, Any] = {"limit": 1, "seed": self._seed}
-        with closing(encoded_batches(self._trainer, self._module, self._encoder, self._source, **options)) as batches:
+        with closing(replace(self, limit=1).batches()) as batches:
             try:
                 next(batches, None)
             except EncodingError:
@@ -95,32 +45,32 @@ class FitData:
             except Exception:
                 return
 
-    def feed(self, refit: Refit) -> None:
-        """One pass over this process's share of the data.
+    def batches(self) -> Generator[tuple[Encoded, Tensor], None, None]:
+        """This process's share, encoded in evaluation mode and the trainer's precision, and its positions in the set.
 
-        Raises:
-            EncodingError: if the settings do not fit the batches. Other errors are kept by ``refit``.
+        The module and all random states are afterwards as they were. Close the iterator if you leave it early.
         """
-        start = time.perf_counter()
-        options: dict[str, Any] = {"limit": self._limit, "seed": self._seed}
-        batches = encoded_batches(self._trainer, self._module, self._encoder, self._source, **options)
-        with closing(batches):
-            try:
-                for encoded, places in batches:
-                    refit.update(encoded, places)
-            except EncodingError:
-                raise  # a wrong setting, not bad luck
-            except Exception as error:
-                refit.fail(error)
-        refit.seconds = time.perf_counter() - start
+        trainer, seen = self.trainer, 0
+
+        def encode(batch: Any) -> Encoded:
+            batch = transfer(trainer, batch)
+            with trainer.precision_plugin.forward_context():
+                return self.encoder(batch)
+
+        with visiting(trainer.lightning_module, self.seed), torch.inference_mode(False), torch.no_grad():
+            rank, world = trainer.global_rank, trainer.world_size
+            share = shard(self._source(), rank=rank, world=world, limit=self.limit, seed=self.seed)
+            for number, encoded in enumerate(encode_batches(encode, share.batches)):
+                yield encoded, share.positions(number, seen, len(encoded))
+                seen += len(encoded)
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         """All of the data as pairs (x, y), the same on every process, for detectors that are fitted on inputs."""
         # limits count the batches of one process
-        limit = self._limit * self._trainer.world_size if isinstance(self._limit, int) else self._limit
-        for batch in shard(self._source(), limit=limit, seed=self._seed):
-            batch = transfer(self._trainer, self._module, batch)
-            labels = self._encoder.labels_of(batch)
+        limit = self.limit * self.trainer.world_size if isinstance(self.limit, int) else self.limit
+        for batch in shard(self._source(), limit=limit, seed=self.seed).batches:
+            batch = transfer(self.trainer, batch)
+            labels = self.encoder.labels_of(batch)
             if labels is None:
                 raise EncodingError(
                     "the batches to fit on have no labels. Pass labels=, which takes them from a batch."
@@ -128,20 +78,20 @@ class FitData:
             yield batch_inputs(batch), labels
 
     def _source(self) -> Iterable[Any]:
-        if self._loader is not None:
-            return self._loader
+        if self.loader is not None:
+            return self.loader
         owner = self._owner()
-        return training_set(self._trainer) if owner is None else owner.fit_dataloader()
+        return training_set(self.trainer) if owner is None else owner.fit_dataloader()
 
     def _owner(self) -> Any:
-        owners = (getattr(self._trainer, "datamodule", None), self._module)
+        owners = (getattr(self.trainer, "datamodule", None), self.trainer.lightning_module)
         return next((owner for owner in owners if hasattr(owner, "fit_dataloader")), None)
 
 
-def transfer(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Any:
+def transfer(trainer: pl.Trainer, batch: Any) -> Any:
     """Bring a batch to the module's device and precision as the trainer does, with all of the user's hooks."""
     batch = trainer.precision_plugin.convert_input(batch)
-    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
@@ -160,11 +110,7 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
 
 
 def training_set(trainer: pl.Trainer) -> DataLoader[Any]:
-    """The training dataloader, if a second pass over it can be made without disturbing the first.
-
-    Raises:
-        EncodingError: if there are several, or it is not a ``DataLoader`` over a map-style dataset.
-    """
+    """The training dataloader, if a second pass over it can be made without disturbing the first."""
     loaders = training_loaders(trainer)
     if len(loaders) == 1 and isinstance(loaders[0], DataLoader) and not isinstance(loaders[0].dataset, IterableDataset):
         return loaders[0]
@@ -178,30 +124,11 @@ def training_set(trainer: pl.Trainer) -> DataLoader[Any]:
     )
 
 
-def ood_loaders_of(trainer: pl.Trainer) -> dict[str, Iterable[Any]]:
-    """OOD loaders by name, of the datamodule if it has some."""
-    datamodule: Any = getattr(trainer, "datamodule", None)
-    return dict(datamodule.ood_dataloaders()) if hasattr(datamodule, "ood_dataloaders") else {}
-
-
 def has_validation(trainer: pl.Trainer) -> bool:
     """Whether training is interrupted by validation."""
     # before the first validation its loaders are not there yet
     ready = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
     return trainer.enable_validation and (not ready or sum(trainer.num_val_batches) > 0)
-
-
-def trainer_limit(limit: int | float | None) -> Limit:
-    """A limit of the trainer's, None where it is none."""
-    return None if limit is None or (isinstance(limit, float) and limit == 1.0) else limit
-
-
-def any_process(trainer: pl.Trainer, module: pl.LightningModule, flags: list[bool]) -> list[bool]:
-    """True where any process says true. Every process has to call it with as many flags."""
-    if trainer.world_size == 1 or not flags:
-        return list(flags)
-    total = trainer.strategy.reduce(torch.tensor(flags, dtype=torch.float32, device=module.device), reduce_op="sum")
-    return (total > 0).tolist()
 
 
 @contextmanager

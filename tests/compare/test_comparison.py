@@ -104,8 +104,8 @@ class Broken(FeaturesDetector):
 
 
 def test_a_detector_that_fails_is_a_row_with_its_reason_and_the_rest_stand():
-    places = ("init", "fit", "score", "shape", "nan")
-    result = run({**{place: functools.partial(Broken, where=place) for place in places}, "rmd": RMD})
+    steps = ("init", "fit", "score", "shape", "nan")
+    result = run({**{step: functools.partial(Broken, where=step) for step in steps}, "rmd": RMD})
     failed = {row.detector: row.reason for row in result.rows if row.status == "failed"}
     assert failed["init"] == "ValueError: bad option"
     assert failed["fit"] == "MemoryError"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import auc, precision_recall_curve, roc_auc_score
 
-from rmd_plugin.compare.metrics import METRICS, FeatureRows, OODScores, compare_scores, ood_metrics
+from rmd_plugin.compare.metrics import METRICS, FeatureRows, OODScores, compare_scores
 
 
 def make_scores(n_id=60, n_ood=40, scale=1.0):
@@ -18,7 +18,7 @@ def make_scores(n_id=60, n_ood=40, scale=1.0):
 
 def test_the_metrics_are_those_of_the_textbook():
     scores, labels = make_scores()
-    values = ood_metrics(scores, labels)
+    values = compare_scores(scores[labels >= 0], scores[labels < 0])
     assert tuple(values) == METRICS
     is_ood = (labels < 0).numpy()
     assert float(values["AUROC"]) == pytest.approx(oracle.auroc(scores[labels >= 0], scores[labels < 0]), abs=1e-12)
@@ -91,7 +91,8 @@ def test_updates_in_inference_mode_can_be_continued_outside():
     with torch.inference_mode():
         metric.update(scores[:50] * 1.0, labels[:50])
     metric.update(scores[50:], labels[50:])
-    assert float(metric.compute()["ood/AUROC"]) == float(ood_metrics(scores.double(), labels)["AUROC"])
+    expected = compare_scores(scores[labels >= 0].double(), scores[labels < 0].double())
+    assert float(metric.compute()["ood/AUROC"]) == float(expected["AUROC"])
     metric.reset()
     assert metric.gather()[1] == {}
 
@@ -117,9 +118,7 @@ def test_names_that_a_metric_could_not_carry_are_refused(names):
         OODScores(names)
 
 
-def test_scores_of_both_sides_are_compared_as_labelled_scores_are():
-    scores, labels = make_scores()
-    assert compare_scores(scores[labels >= 0], scores[labels < 0]) == ood_metrics(scores, labels)
+def test_a_side_without_samples_is_refused():
     with pytest.raises(ValueError, match="0 ID samples and 3 OOD samples"):
         compare_scores(torch.zeros(0), torch.zeros(3))
 

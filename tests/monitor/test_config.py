@@ -62,4 +62,4 @@ def test_hydras_own_mappings_are_taken():
     monitor = instantiate(config)  # without _convert_ the detectors arrive in a DictConfig
     assert type(monitor.detectors) is dict
     assert [type(detector) for detector in monitor.detectors.values()] == [RMD, Mahalanobis]
-    assert monitor.options.ood_dataloaders == {1: "svhn"}
+    assert monitor.ood_dataloaders == {1: "svhn"}
