@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rmd_plugin.benchmarks.cifar import load_cifar
 from torchvision.datasets import CIFAR10
 
 from rmd_plugin import downloads
 from rmd_plugin.backbones.fetch import WeightsNotFoundError, url_file
 from rmd_plugin.benchmarks import DownloadError
+from rmd_plugin.benchmarks.cifar import load_cifar
 from rmd_plugin.benchmarks.readers.downloads import fetch
 
 
