@@ -98,7 +98,7 @@ def make_detectors(cfg: DictConfig) -> dict[str, Factory]:
     nodes = cfg.get("detector") or {}
     if not nodes:
         raise ValueError("no detector is chosen: detector=all, detector=paper, or detector=[rmd,mahalanobis].")
-    made = {}
+    made: dict[str, Factory] = {}
     for name, node in nodes.items():
         options: Any = OmegaConf.to_object(node)
         plain = {key: value for key, value in options.items() if key not in ("_target_", "_partial_", "_convert_")}

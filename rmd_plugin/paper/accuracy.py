@@ -72,4 +72,5 @@ class AccuracyRecorder(Callback):
 def read_accuracies(folder: Path) -> list[Point]:
     """What a recorder left in the folder of a run; empty if there was none."""
     file = folder / ACCURACIES
-    return [tuple(point) for point in json.loads(file.read_text(encoding="utf-8"))] if file.is_file() else []
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    return [(step, train, held_out) for step, train, held_out in found]
