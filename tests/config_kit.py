@@ -41,6 +41,12 @@ def composed(command, *overrides):
     return cfg
 
 
+def chosen(group, choice, *overrides, folder=CONF):
+    """The config of one choice of a group, without a command around it."""
+    with hydra_initialised(folder):
+        return compose(overrides=[f"+{group}={choice}", *overrides])[group]
+
+
 def environment(**more):
     """For commands in a process of their own: one thread, no cache and no data of the user's."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,13 +14,17 @@ from torch import Tensor
 from rmd_plugin.compare.bootstrap import auroc
 from rmd_plugin.compare.rows import AUROC, Row
 from rmd_plugin.detectors.base import StatefulDetector
-from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis, MarginalMahalanobis
+from rmd_plugin.detectors.mahalanobis import RMD, GaussianDetector, Mahalanobis, MarginalMahalanobis
 from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.paper.published import TEXT
 
 #: one array for each thing that a figure draws, by name
 Arrays = dict[str, np.ndarray]
-_GAUSSIANS = {"mahalanobis": Mahalanobis, "rmd": RMD, "marginal": MarginalMahalanobis}
+_GAUSSIANS: dict[str, Callable[[], GaussianDetector]] = {
+    "mahalanobis": Mahalanobis,
+    "rmd": RMD,
+    "marginal": MarginalMahalanobis,
+}
 
 
 @dataclass(frozen=True)
