@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict
 
 from rmd_plugin.app.configs import prepare_hydra
@@ -41,6 +42,12 @@ def composed(command, *overrides):
     return cfg
 
 
+def chosen(group, choice, *overrides, folder=CONF):
+    """The config of one choice of a group, without a command around it."""
+    with hydra_initialised(folder):
+        return compose(overrides=[f"+{group}={choice}", *overrides])[group]
+
+
 def environment(**more):
     """For commands in a process of their own: one thread, no cache and no data of the user's."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
@@ -56,12 +63,27 @@ def call(main, monkeypatch, *words):
         return stop.code or 0
     finally:
         GlobalHydra.instance().clear()
+        HydraConfig.instance().cfg = None  # a later test is not part of this job
     return 0
+
+
+def python(*arguments, cwd, **more):
+    """Run Python in a process of its own; further keywords are variables of its environment."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
 
 
 def run(module, folder, *arguments, **more):
     """Run a command in a process of its own."""
-    return subprocess.run(
+    return python("-m", module, *arguments, cwd=folder, **more)
+
+
+def start(module, folder, *arguments, **more):
+    """Start a command in a process of its own, and in a session of its own, so that it alone can be interrupted."""
+    return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
-        cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=600, check=False,
+        cwd=folder, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
     )  # fmt: skip

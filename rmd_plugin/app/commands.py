@@ -48,12 +48,7 @@ def compare() -> None:
 
 
 def run_command(main: Callable[[], object], name: str) -> None:
-    """Run a Hydra command: what is wrong with its overrides is one sentence, and the current folder can be imported.
-
-    Args:
-        main: decorated by ``hydra.main``.
-        name: of the command, for the sentence.
-    """
+    """Run a Hydra command: what is wrong with its overrides is one sentence, and the current folder can be imported."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # benchmarks, backbones and callbacks of the user's own, as for python script.py
     with hydra_errors(name):

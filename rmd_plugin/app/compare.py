@@ -14,7 +14,6 @@ from rmd_plugin.app.errors import whole_number
 from rmd_plugin.app.parts import (
     about,
     choose_device,
-    has_weights,
     make_backbone,
     make_benchmark,
     make_detectors,
@@ -33,11 +32,7 @@ from rmd_plugin.report.tables import comparison_tables
 
 
 def compare(cfg: DictConfig) -> None:
-    """Compare the detectors of a config and write everything into its output folder.
-
-    Args:
-        cfg: the composed ``conf/compare.yaml``.
-    """
+    """Compare the detectors of a config, the composed ``conf/compare.yaml``, and write everything into its folder."""
     torch.manual_seed(whole_number(cfg.seed, "seed"))  # an untrained backbone starts the same every time
     # some detectors tell how their fit went; the table has what counts
     logging.getLogger("pytorch_ood").setLevel(logging.WARNING)
@@ -56,14 +51,7 @@ def compare(cfg: DictConfig) -> None:
 
 
 def evaluate(cfg: DictConfig, extractor: Extractor, folder: RunFolder, *, remark: str = "") -> Comparison:
-    """Compare the detectors of a config; write and show the results.
-
-    Args:
-        cfg: the job's config.
-        extractor: the benchmark behind the backbone.
-        folder: where to write; rows are there after every detector.
-        remark: for the accuracy's row.
-    """
+    """Compare the detectors of a config; write and show the results. The remark is for the accuracy's row."""
     benchmark, backbone = run_names(cfg)
     result = compare_detectors(
         extractor,
@@ -76,23 +64,21 @@ def evaluate(cfg: DictConfig, extractor: Extractor, folder: RunFolder, *, remark
         remark=remark,
         after_each=lambda so_far: folder.write_rows(so_far.rows),
     )
-    write_outputs(result, folder, figures=bool(cfg.figures))
-    console = Console(width=None if sys.stdout.isatty() else 200)  # into a file or pipe at full width
-    for table in comparison_tables(result.rows):
-        console.print(to_terminal(table, width=console.width))
-    return result
-
-
-def write_outputs(result: Comparison, folder: RunFolder, *, figures: bool = True) -> None:
-    """Write rows, scores, tables and pictures of a comparison."""
     folder.write_rows(result.rows)
     folder.write_scores(result.scores)
     tables = comparison_tables(result.rows)
     for name, render in (("table.md", to_markdown), ("table.tex", to_latex), ("table.html", to_html)):
         with replacing(folder.file(name)) as file:
             file.write("\n".join(map(render, tables)))
-    if not figures or not result.scores:
-        return
+    if cfg.figures and result.scores:
+        _draw(result, folder)
+    console = Console(width=None if sys.stdout.isatty() else 200)  # into a file or pipe at full width
+    for table in tables:
+        console.print(to_terminal(table, width=console.width))
+    return result
+
+
+def _draw(result: Comparison, folder: RunFolder) -> None:
     # matplotlib takes a second to import, and not every run draws
     from rmd_plugin.report.figures import auroc_figure, histogram_figure, roc_figure
     from rmd_plugin.report.style import save_figure
@@ -119,9 +105,8 @@ def _check_required(cfg: DictConfig) -> None:
 def _remark(cfg: DictConfig, backbone: Backbone) -> str:
     node = cfg.backbone
     trained = node.get("pretrained", False) or (cfg.checkpoint or node.get("checkpoint")) is not None
-    if has_weights(backbone) and not trained:
-        return "the encoder is untrained: checkpoint=FILE loads a trained one"
-    return ""
+    has_weights = next(backbone.parameters(), None) is not None
+    return "the encoder is untrained: checkpoint=FILE loads a trained one" if has_weights and not trained else ""
 
 
 if __name__ == "__main__":

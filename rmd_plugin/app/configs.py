@@ -19,11 +19,7 @@ _WATCHED = (("rmd", "mahalanobis"), ("msp", "energy", "max_logit", "knn", "margi
 
 
 def prepare_hydra() -> str:
-    """Make our resolvers and the shared configs known to Hydra.
-
-    Returns:
-        Search path of the configs, for ``hydra.main``.
-    """
+    """Make our resolvers and shared configs known to Hydra; the search path of the configs, for ``hydra.main``."""
     register_resolvers()
     if not _importable("hydra_plugins.rmd_plugin"):  # a checkout that is not installed: Hydra does not find it itself
         from hydra.core.plugins import Plugins
@@ -42,11 +38,7 @@ def _importable(module: str) -> bool:
 
 
 def config_path(part: str = "") -> str:
-    """Search path of the configs: the package ``rmd_plugin.conf`` where installed, else the checkout's ``conf``.
-
-    Args:
-        part: folder below it, for example ``shared``.
-    """
+    """Search path of the configs, or of a folder of them: in ``rmd_plugin.conf``, else in the checkout's ``conf``."""
     if find_spec("rmd_plugin.conf") is not None:
         return f"pkg://rmd_plugin.conf{'.' + part if part else ''}"
     checkout = Path(__file__).resolve().parents[2] / "conf" / part
@@ -108,13 +100,9 @@ def monitored(detectors: DictConfig, names: Sequence[str] | None) -> DictConfig:
 
 
 def job_folder(overrides: str) -> str:
-    """Name of a job's folder in a sweep: its overrides, where they can be the name of one folder.
+    """Name of a job's folder in a sweep: its overrides as Hydra joins them, for example ``backbone=mlp,seed=0``.
 
-    Args:
-        overrides: as Hydra joins them, for example ``backbone=mlp,seed=0``.
-
-    Returns:
-        The same text or, if it is long or has separators, its start and a hash of all of it.
+    Where they cannot be the name of one folder, being long or with separators: their start and a hash of all.
     """
     name = re.sub(r"[^\w.,=+\[\]{}~@-]", "-", overrides)
     if name == overrides and 0 < len(name.encode()) <= _LONGEST and name.strip("."):
@@ -137,11 +125,7 @@ def register_resolvers() -> None:
 
 
 def compose_train(overrides: Sequence[str]) -> DictConfig:
-    """Compose the config of one run of ``rmd-train`` inside of another Hydra command.
-
-    Args:
-        overrides: as typed after ``rmd-train``; ``paths.output_dir`` is among them.
-    """
+    """Compose the config of one run of ``rmd-train``, as typed after it, inside of another Hydra command."""
     from hydra import compose
 
     cfg = compose("train", overrides=list(overrides), return_hydra_config=True)
@@ -155,10 +139,6 @@ def repeatable(cfg: DictConfig, command: str) -> str:
     """The config as text from which the run can be repeated: ``rmd-train --config-dir OUT --config-name config``.
 
     References to the output folder stay references, so that the repetition writes to a folder of its own.
-
-    Args:
-        cfg: the composed config.
-        command: ``train`` or ``compare``.
     """
     plain: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
     plain.names = OmegaConf.to_container(cfg.names, resolve=True)  # known to Hydra only while it composes

@@ -22,13 +22,8 @@ Transform = Callable[[Any], Tensor]
 class BenchmarkData(pl.LightningDataModule):
     """The loaders of a benchmark.
 
-    Args:
-        benchmark: where the data comes from.
-        train_transform: what the network wants in front of training items; None leaves it to the benchmark.
-        test_transform: the same for all other items.
-        batch_size: samples per batch.
-        num_workers: worker processes per loader.
-        seed: of the shuffling; the global random state is not used.
+    The transforms are what the network wants in front of training items and of all others; None leaves it to the
+    benchmark. ``seed`` is that of the shuffling: the global random state is not used.
     """
 
     def __init__(

@@ -32,11 +32,7 @@ class JobError(CompactHydraException):
 
 @contextmanager
 def hydra_errors(command: str) -> Iterator[None]:
-    """Say in one sentence what is wrong with the overrides of a command, with the choices that there are.
-
-    Args:
-        command: its name.
-    """
+    """Say in one sentence what is wrong with the overrides of a command, with the choices that there are."""
     global _asked
     _asked = os.environ.get(_FULL, "0")
     os.environ[_FULL] = "1"  # Hydra would print its own five lines and end the program
@@ -58,15 +54,15 @@ def one_clear_error(command: str) -> Iterator[None]:
 
     Errors of other kinds are faults of the program and keep their traceback, as does everything under
     ``HYDRA_FULL_ERROR=1``. In a multirun the sentence is logged and goes to Hydra, which runs the other jobs first.
-
-    Args:
-        command: its name.
     """
     os.environ[_FULL] = _asked  # the config is composed: from here on Hydra behaves as the user wants
     try:
         yield
     except Exception as error:
-        if not _of_the_user(error) or _asked == "1":
+        kinds = (OSError, ValueError, ImportError, MissingMandatoryValue, InterpolationResolutionError)
+        # by name: the other commands do not import Lightning
+        of_the_user = isinstance(error, kinds) or type(error).__name__ == "MisconfigurationException"
+        if not of_the_user or _asked == "1":
             raise
         sentence = f"{command}: {explain(error)}"
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -77,13 +73,6 @@ def one_clear_error(command: str) -> Iterator[None]:
     except KeyboardInterrupt:
         # what a shell expects of a program that was stopped, instead of a traceback
         sys.exit(130)
-
-
-def _of_the_user(error: Exception) -> bool:
-    """Whether data, weights, disk, devices or options are at fault."""
-    kinds = (OSError, ValueError, ImportError, MissingMandatoryValue, InterpolationResolutionError)
-    # by name: the other commands do not import Lightning
-    return isinstance(error, kinds) or type(error).__name__ == "MisconfigurationException"
 
 
 def explain(error: BaseException) -> str:
@@ -124,11 +113,7 @@ def closest(word: str, choices: Iterable[str], *, prefix: str = "") -> str:
 
 
 def whole_number(value: object, name: str) -> int:
-    """An option that must be a whole number.
-
-    Raises:
-        ValueError: if it is none; the message has the option's name.
-    """
+    """An option that must be a whole number, refused by its name if it is none."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be a whole number, got {value!r}.")
     return value

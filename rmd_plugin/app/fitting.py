@@ -34,13 +34,9 @@ CHECKPOINTS, PRETRAINED = "checkpoints", "pretrained"
 
 
 def pretrain(cfg: DictConfig, backbone: Backbone, data: BenchmarkData | None, folder: RunFolder) -> None:
-    """First stage: train the encoder without labels. A finished stage is loaded instead when the job resumes.
+    """First stage: train the encoder without labels.
 
-    Args:
-        cfg: the job's config.
-        backbone: the network.
-        data: the data; None only loads.
-        folder: where the stage's checkpoints are.
+    A finished stage is loaded instead when the job resumes, and where there is no data.
     """
     stage, done = instantiate(cfg.pretrain.stage)(backbone), folder.path / PRETRAINED / "done.ckpt"
     if data is None or (cfg.resume and done.is_file()):
@@ -79,11 +75,7 @@ def resume_point(cfg: DictConfig, backbone: Backbone, folder: RunFolder) -> Path
 
 
 def check_optimizer(module: Classifier) -> None:
-    """Make the optimizer once before the training.
-
-    Raises:
-        ValueError: if its options do not fit.
-    """
+    """Make the optimizer once before the training, so that options that do not fit are said early."""
     try:
         module.configure_optimizers()
     except (TypeError, ValueError) as error:

@@ -28,12 +28,7 @@ _NOTE = ".hydra/overrides.yaml"
 
 
 class OutputFolderCallback(Callback):
-    """Ends the command with one sentence where its folder cannot be written to: Hydra ends with a traceback.
-
-    Args:
-        command: name of the command, for the sentence.
-        option: the option that names the folder.
-    """
+    """Ends the command with one sentence where its folder cannot be written to: Hydra ends with a traceback."""
 
     def __init__(self, command: str, option: str = "hydra.run.dir") -> None:
         self.command, self.option = command, option
@@ -61,18 +56,13 @@ class OutputFolderCallback(Callback):
 class ReportCallback(Callback):
     """Summarises a sweep when it ends, however it ends, and notes the reason of a job that failed early.
 
-    Neither ever makes a job or a sweep fail: a problem is one warning.
-
-    Args:
-        metric: metric of the summary.
-        reference: detector that the others are compared with.
+    Neither ever makes a job or a sweep fail: a problem is one warning. ``metric`` is what the summary is of, and
+    ``reference`` the detector that the others are compared with.
     """
 
     def __init__(self, metric: str = "AUROC", reference: str = "rmd") -> None:
-        self.metric = metric
-        self.reference = reference
-        self._folder: Path | None = None
-        self._started: int | None = None
+        self.metric, self.reference = metric, reference
+        self._folder, self._started = Path(), 0
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Remember folder and time, and report at exit: Hydra calls no end if a job failed or the sweep was stopped."""
@@ -87,8 +77,6 @@ class ReportCallback(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Report on all jobs."""
         atexit.unregister(self._report)
-        if self._folder is None:
-            self._folder = Path(os.path.abspath(config.hydra.sweep.dir))
         self._report()
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
@@ -109,21 +97,19 @@ class ReportCallback(Callback):
         except Exception as problem:
             log.warning("The reason of the failed job could not be written: %s", describe_error(problem))
 
-    def _jobs(self) -> list[Path] | None:
+    def _jobs(self) -> list[Path]:
         """Folders of this sweep's jobs, those that were finished before too: Hydra notes its overrides in every one."""
-        if self._folder is None or self._started is None:
-            return None
         begun = {note.parents[1]: note.stat().st_mtime_ns for note in self._folder.rglob(_NOTE)}
         if not begun:  # hydra.output_subdir=null
-            return None
+            return [self._folder]
         return sorted((job for job, when in begun.items() if when >= self._started), key=begun.__getitem__)
 
     def _report(self) -> None:
-        if self._folder is None or not self._folder.is_dir():
+        if not self._folder.is_dir():
             return
         try:
-            from rmd_plugin.app.report import report_multirun
+            from rmd_plugin.app.report import report_runs
 
-            report_multirun(self._folder, jobs=self._jobs(), metric=self.metric, reference=self.reference)
+            report_runs(self._jobs(), self._folder, metric=self.metric, reference=self.reference)
         except Exception as problem:
             log.warning("The sweep could not be summarised: %s", describe_error(problem))

@@ -14,7 +14,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import Callback, Checkpoint, ModelSummary, ProgressBar
 from pytorch_lightning.loggers import Logger
-from torch import Tensor, nn
+from torch import Tensor
 
 from rmd_plugin.backbones.base import Backbone, as_backbone
 from rmd_plugin.benchmarks.base import OODBenchmark, as_benchmark
@@ -46,12 +46,9 @@ def make_benchmark(cfg: DictConfig) -> OODBenchmark:
 
 
 def make_backbone(cfg: DictConfig, benchmark: OODBenchmark, *, num_classes: int | None = None) -> Backbone:
-    """The backbone of a config.
+    """The backbone of a config, a missing input size taken from the first sample of the benchmark.
 
-    Args:
-        cfg: the job's config.
-        benchmark: what it is for: a missing input size is taken from its first sample.
-        num_classes: classes of a new head, where the config does not say; None leaves the head to the checkpoint.
+    ``num_classes`` is for a new head, where the config does not say; None leaves the head to the checkpoint.
     """
     node, changes = cfg.backbone, {}
     undecided = [str(name) for name in node if name in _FROM_SAMPLE and node.get(name) is None]
@@ -87,10 +84,9 @@ def check_backbone_takes(cfg: DictConfig, backbone: Backbone, sample: object) ->
 
 
 def _misfit(cfg: DictConfig, sample: object) -> str:
-    fits = (
-        "mlp or small_cnn" if isinstance(sample, Tensor) else "bert" if isinstance(sample, str) else "another backbone"
-    )
-    what = f"{sample.dtype} of shape {tuple(sample.shape)}" if isinstance(sample, Tensor) else type(sample).__name__
+    what, fits = type(sample).__name__, "bert" if isinstance(sample, str) else "another backbone"
+    if isinstance(sample, Tensor):
+        what, fits = f"{sample.dtype} of shape {tuple(sample.shape)}", "mlp or small_cnn"
     return (
         f"backbone={cfg.names.backbone} cannot take the samples of benchmark={cfg.names.benchmark}, which are "
         f"{what.removeprefix('torch.')}. Choose backbone={fits}, or set the options of the backbone to this input."
@@ -102,14 +98,12 @@ def make_detectors(cfg: DictConfig) -> dict[str, Factory]:
     nodes = cfg.get("detector") or {}
     if not nodes:
         raise ValueError("no detector is chosen: detector=all, detector=paper, or detector=[rmd,mahalanobis].")
-    # a plain dict: instantiating the whole group at once would give a DictConfig
-    return {str(name): _partial(node) for name, node in nodes.items()}
-
-
-def _partial(node: DictConfig) -> Factory:
-    options = {str(key): value for key, value in node.items() if key not in ("_target_", "_partial_", "_convert_")}
-    plain = {key: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value for key, value in options.items()}
-    return functools.partial(get_class(node._target_), **plain)
+    made: dict[str, Factory] = {}
+    for name, node in nodes.items():
+        options: Any = OmegaConf.to_object(node)
+        plain = {key: value for key, value in options.items() if key not in ("_target_", "_partial_", "_convert_")}
+        made[str(name)] = functools.partial(get_class(node._target_), **plain)
+    return made
 
 
 def make_extractor(cfg: DictConfig, benchmark: OODBenchmark, backbone: Backbone, device: torch.device) -> Extractor:
@@ -129,15 +123,8 @@ def make_extractor(cfg: DictConfig, benchmark: OODBenchmark, backbone: Backbone,
 
 def make_callbacks(cfg: DictConfig) -> list[Callback]:
     """The callbacks of ``callbacks=``; those that the trainer's own switches turn off are left out."""
-    off = tuple(
-        kind
-        for switch, kind in (
-            ("enable_progress_bar", ProgressBar),
-            ("enable_model_summary", ModelSummary),
-            ("enable_checkpointing", Checkpoint),
-        )
-        if cfg.trainer.get(switch) is False
-    )
+    switches = {"progress_bar": ProgressBar, "model_summary": ModelSummary, "checkpointing": Checkpoint}
+    off = tuple(kind for name, kind in switches.items() if cfg.trainer.get(f"enable_{name}") is False)
     made = []
     for name, node in (cfg.get("callbacks") or {}).items():
         if node is None or (name == "ood_monitor" and not node.detectors):  # monitor=[] watches none
@@ -204,8 +191,3 @@ def build(node: DictConfig, **changes: Any) -> Any:
         if isinstance(cause, TypeError):  # a value of the wrong type, or an option that there is not
             raise ValueError(f"{node._target_} cannot be made of its options: {cause}.") from cause
         raise cause from None
-
-
-def has_weights(module: nn.Module) -> bool:
-    """Whether a module has anything that can be trained or loaded."""
-    return next(module.parameters(), None) is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,19 +13,12 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        arguments: the command line, by default that of the process.
-
-    Returns:
-        0 if a run was found, even one that failed; 1 if there was none.
-    """
+    """Run the command, and return 0 if a run was found, even one that failed; 1 if there was none."""
     options = _parser().parse_args(arguments)
     folders = [Path(folder) for folder in options.folders]
     output = Path(options.output) if options.output else folders[0] if len(folders) == 1 else Path.cwd()
     try:
-        summary, files = write_aggregate(folders, output, metric=options.metric, reference=options.reference)
+        summary, files = report_runs(folders, output, metric=options.metric, reference=options.reference)
     except (OSError, ValueError) as error:
         print(f"rmd-report: {error}", file=sys.stderr)
         return 1
@@ -34,75 +26,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in summary.runs:
             print(f"rmd-report: {run.path}: {run.reason}.", file=sys.stderr)
         print(f"rmd-report: no runs below {', '.join(map(str, folders))}.", file=sys.stderr)
-        return 1
-    print_summary(summary, files)
-    return 0
+    return 0 if files else 1
 
 
-def write_aggregate(
-    folders: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str], *, metric: str, reference: str
-) -> tuple[Summary, list[Path]]:
-    """Gather the runs below the folders and write their summary.
+def report_runs(folders: Sequence[Path], output: Path, *, metric: str, reference: str) -> tuple[Summary, list[Path]]:
+    """Gather the runs below the folders, and write and show their summary; there are no files if there is no run."""
+    from rich.console import Console
 
-    Args:
-        folders: where to look.
-        output: folder to write to.
-        metric: the metric.
-        reference: the detector that the others are compared with.
-
-    Returns:
-        The summary, and the files; none if there is no run.
-    """
     from rmd_plugin.report.aggregate import summarise
     from rmd_plugin.report.gather import gather_runs
-    from rmd_plugin.report.summary import write_summary
+    from rmd_plugin.report.summary import terminal_tables, write_summary
+    from rmd_plugin.report.table import to_terminal
 
     runs = gather_runs(folders)
     summary = summarise(runs, metric=metric, reference=reference)
     # folders that could not be read are not runs
-    found = any(run.rows or run.outcome != "unreadable" or run.path.is_dir() for run in runs)
-    return summary, write_summary(summary, output) if found else []
-
-
-def report_multirun(
-    folder: str | os.PathLike[str],
-    *,
-    jobs: Sequence[Path] | None = None,
-    metric: str = "AUROC",
-    reference: str = "rmd",
-) -> Path | None:
-    """Summarise a sweep in its own folder; what rmd-train does by itself at the end of every multirun.
-
-    Args:
-        folder: folder of the sweep.
-        jobs: folders of its jobs; None takes every run below the folder.
-        metric: the metric.
-        reference: the detector that the others are compared with.
-
-    Returns:
-        The page, or None if no job left anything.
-    """
-    summary, files = write_aggregate([folder] if jobs is None else jobs, folder, metric=metric, reference=reference)
-    if not files:
-        return None
-    print_summary(summary, files)
-    return files[0]
-
-
-def print_summary(summary: Summary, files: Sequence[Path]) -> None:
-    """Show the overall table, what failed, and where the files are."""
-    from rich.console import Console
-
-    from rmd_plugin.report.summary import terminal_tables
-    from rmd_plugin.report.table import to_terminal
-
+    if not any(run.rows or run.outcome != "unreadable" or run.path.is_dir() for run in runs):
+        return summary, []
+    files = write_summary(summary, output)
     console = Console()
     for table in terminal_tables(summary, console.width):
         console.print(to_terminal(table))
     for run in (run for run in summary.runs if run.outcome != "done"):
         what = f"{run.path} ({run.name})" if run.name else str(run.path)
-        console.print(f"{run.outcome}: {what}: {run.reason}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Report: {files[0]}", markup=False, highlight=False, soft_wrap=True)
+        print(f"{run.outcome}: {what}: {run.reason}")
+    print(f"Report: {files[0]}")
+    return summary, files
 
 
 def _parser() -> argparse.ArgumentParser:

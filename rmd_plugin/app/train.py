@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 
 
 def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
-    """Run the job that a config describes and write everything into its output folder.
+    """Run the job that a config, the composed ``conf/train.yaml``, describes, and write everything into its folder.
 
     Args:
-        cfg: the composed ``conf/train.yaml``.
+        cfg: the job's config.
         command: what one types to repeat it; by default ``rmd-train`` with the words of this call.
 
     Returns:
@@ -100,11 +100,7 @@ def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
 
 
 def load_run(cfg: DictConfig) -> Extractor:
-    """The benchmark of a finished run behind the weights that its comparison was of.
-
-    Args:
-        cfg: the config of the run.
-    """
+    """The benchmark of a finished run, given by its config, behind the weights that its comparison was of."""
     benchmark = make_benchmark(cfg)
     backbone = _new_backbone(cfg, benchmark)
     folder = RunFolder(cfg.paths.output_dir)

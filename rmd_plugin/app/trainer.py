@@ -20,16 +20,13 @@ _AUTO = "auto"
 
 
 def make_trainer(node: DictConfig, **ours: Any) -> pl.Trainer:
-    """The trainer of a config.
-
-    Args:
-        node: the config: ``_target_`` and arguments of the trainer. ``sync_batchnorm: auto`` is true on GPUs.
-        ours: arguments that win over those of the config.
+    """The trainer of a config, where ``sync_batchnorm: auto`` is true on GPUs; our own arguments win over the config's.
 
     Raises:
         ValueError: if an argument is unknown or of the wrong kind, or if there is no such device here.
     """
-    known = inspect.signature(get_class(node._target_)).parameters
+    kind = get_class(node._target_)
+    known = inspect.signature(kind).parameters
     given: dict[str, Any] = {str(name): node[name] for name in node if name != "_target_"}
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         # listed in conf/trainer, but not in this release of Lightning
@@ -38,7 +35,7 @@ def make_trainer(node: DictConfig, **ours: Any) -> pl.Trainer:
             raise ValueError(
                 f"trainer.{name} is no argument of {node._target_} {pl.__version__}; it has {', '.join(known)}."
             )
-    _check_kinds(get_class(node._target_), given)
+    _check_kinds(kind, given)
     if given.get("sync_batchnorm") == _AUTO:
         given["sync_batchnorm"] = evaluation_device(given) != torch.device("cpu")
     plain = OmegaConf.create({"_target_": node._target_, **given})
@@ -53,17 +50,10 @@ def make_trainer(node: DictConfig, **ours: Any) -> pl.Trainer:
 
 
 def evaluation_device(node: Mapping[str, Any] | DictConfig) -> torch.device:
-    """The device that a trainer of these options works on, in its first process.
-
-    Args:
-        node: ``accelerator`` and ``devices`` of the trainer.
-    """
-    accelerator, devices = node.get("accelerator", _AUTO), node.get("devices")
-    if accelerator == "cpu":
-        return torch.device("cpu")
-    found = choose_device(_AUTO)
-    if accelerator != _AUTO and found.type == "cpu":
-        return found  # Lightning says it better, where it is asked to train
+    """The device that a trainer of these options works on, in its first process."""
+    # that a GPU is missing Lightning says itself, where it is asked to train
+    found = torch.device("cpu") if node.get("accelerator") == "cpu" else choose_device(_AUTO)
+    devices = node.get("devices")
     first = devices[0] if isinstance(devices, Sequence) and not isinstance(devices, str) else None
     return found if found.type == "cpu" or not isinstance(first, int) else torch.device(found.type, first)
 
@@ -75,15 +65,10 @@ def _check_kinds(trainer: type, given: Mapping[str, Any]) -> None:
     except (NameError, TypeError):
         return
     for name, value in given.items():
-        if isinstance(value, str) and name in hints and value != _AUTO and not _takes(hints[name], value):
-            kinds = dict.fromkeys(kind for kind in _kinds(hints[name]) if isinstance(kind, type))
-            wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise ValueError(f"trainer.{name} must be {wanted}, got {value!r}.")
-
-
-def _takes(hint: Any, text: str) -> bool:
-    kinds = list(_kinds(hint))
-    return str in kinds or Path in kinds or Any in kinds or text in [k for k in kinds if isinstance(k, str)]
+        kinds = dict.fromkeys(_kinds(hints.get(name, Any)))
+        if isinstance(value, str) and value != _AUTO and not kinds.keys() & {str, Path, Any, value}:
+            wanted = ("null" if kind is type(None) else kind.__name__ for kind in kinds if isinstance(kind, type))
+            raise ValueError(f"trainer.{name} must be {' or '.join(wanted)}, got {value!r}.")
 
 
 def _kinds(hint: Any) -> list[Any]:

@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
 from torch import Tensor
+from torch.utils.data import DataLoader, Subset
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.encoding.isolation import evaluating
@@ -26,18 +27,12 @@ Point = tuple[int, float, float]
 class AccuracyRecorder(Callback):
     """Notes the accuracy on training and held-out samples at every validation, and writes it when the training ends.
 
-    The training samples come from ``fit_dataloader`` of the data module: in order and without augmentation.
-
-    Args:
-        samples: how many training samples are looked at.
-
-    Attributes:
-        points: step, training accuracy, held-out accuracy.
+    So many training samples come from ``fit_dataloader`` of the data module: in order and without augmentation.
     """
 
     def __init__(self, samples: int = 1000) -> None:
         self.samples = samples
-        self.points: list[Point] = []
+        self.points: list[Point] = []  #: step, training accuracy, held-out accuracy
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add a point."""
@@ -50,14 +45,13 @@ class AccuracyRecorder(Callback):
         loader = cast(Any, trainer).datamodule.fit_dataloader()
         count = min(self.samples, len(loader.dataset))
         # every class is in it: the training data may be sorted by class
-        chosen = torch.linspace(0, len(loader.dataset) - 1, count).long()
+        chosen = Subset(loader.dataset, torch.linspace(0, len(loader.dataset) - 1, count).long().tolist())
         right = 0
         with evaluating(pl_module), torch.no_grad():
-            for part in chosen.split(loader.batch_size):
-                items = [loader.dataset[int(index)] for index in part]
-                x = torch.stack([item[0] for item in items]).to(pl_module.device)
-                y = torch.tensor([item[1] for item in items], device=pl_module.device)
-                right += int((cast(Tensor, pl_module(x)).argmax(1) == y).sum())
+            # a generator of its own: the training must not notice
+            for x, y in DataLoader(chosen, loader.batch_size, generator=torch.Generator()):
+                predicted = cast(Tensor, pl_module(x.to(pl_module.device))).argmax(1)
+                right += int((predicted.cpu() == y).sum())
         return right / max(count, 1)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -68,15 +62,15 @@ class AccuracyRecorder(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The points, so that a training that goes on keeps them."""
-        return {"points": [list(point) for point in self.points]}
+        return {"points": self.points}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the points of a checkpoint."""
-        self.points = [(int(step), float(train), float(val)) for step, train, val in state_dict["points"]]
+        self.points = list(state_dict["points"])
 
 
 def read_accuracies(folder: Path) -> list[Point]:
     """What a recorder left in the folder of a run; empty if there was none."""
     file = folder / ACCURACIES
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-    return [(int(step), float(train), float(val)) for step, train, val in found]
+    return [(step, train, held_out) for step, train, held_out in found]

@@ -55,11 +55,7 @@ class StudySummary:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> StudySummary:
-        """Read what :meth:`write` wrote.
-
-        Raises:
-            ValueError: if the file does not hold a summary.
-        """
+        """Read what :meth:`write` wrote, and refuse anything else."""
         path = Path(folder) / SUMMARY
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -75,10 +71,7 @@ class StudySummary:
 def comparison_table(comparisons: Sequence[PaperNumber], title: str = "", *, remarks_below: bool = False) -> Table:
     """Paper, ours and the difference; then what we ran and why it differs.
 
-    Args:
-        comparisons: the numbers.
-        title: heading.
-        remarks_below: put the remarks below the table, where a terminal is too narrow for another column.
+    With ``remarks_below`` the latter goes below the table, where a terminal is too narrow for another column.
     """
     columns = [Column("Setting of the paper", "left"), Column("Number", "left")]
     columns += [Column("paper"), Column("ours"), Column("difference")]

@@ -13,6 +13,8 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 from rmd_plugin.compare.rows import AUROC, mean, select
 from rmd_plugin.paper.result import PaperNumber, StudyResult
 from rmd_plugin.paper.studies import SIMULATION
+from rmd_plugin.report.figures import histogram_panel
+from rmd_plugin.report.scores import ID
 from rmd_plugin.report.style import (
     DASHES,
     DISTANCE_COLOURS,
@@ -305,27 +307,8 @@ def paired_figure(numbers: Sequence[PaperNumber], names: Mapping[str, str], titl
 
 
 def _histogram(axes: Axes, id_values: np.ndarray, ood_values: np.ndarray, text: str) -> None:
-    """ID filled, OOD as a line, both named; scores beyond the outer half percent go to the outermost bins."""
-    values = np.concatenate([id_values, ood_values]).astype(np.float64)
-    low, high = np.quantile(values, (0.005, 0.995))
-    low, high = (low - 0.5, high + 0.5) if not high > low else (low, high)
-    edges = np.linspace(low, high, 41)
-    peaks = []
-    for (kind, _, shade), part in zip(_KINDS, (id_values, ood_values), strict=True):
-        heights, _ = np.histogram(np.clip(part, low, high), bins=edges)
-        density = heights / max(heights.sum(), 1)
-        if kind == "id":
-            axes.stairs(density, edges, color=shade, fill=True, alpha=0.35)
-        axes.stairs(density, edges, color=shade, linewidth=1.2 if kind == "id" else 2.0)
-        peaks.append(float(density.max()))
-    axes.set_ylim(0, 1.3 * max(peaks))
-    axes.set_xlim(low, high)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    axes.set_xlabel(text, fontsize=SMALL)
-    axes.locator_params(axis="x", nbins=5)
-    for (_, name, shade), x, side in zip(_KINDS, (0.48, 0.56), ("right", "left"), strict=True):
-        axes.text(x, 0.99, name, transform=axes.transAxes, ha=side, va="top", color=shade, fontsize=SMALL)
+    colours = {ID: ID_COLOUR, "OOD": DISTANCE_COLOURS["near"][0]}
+    histogram_panel(axes, {ID: id_values, "OOD": ood_values}, colours, text)
 
 
 def _with_area(name: str, areas: Mapping[str, float]) -> str:

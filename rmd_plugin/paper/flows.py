@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rmd_plugin.detectors.base import raise_if_interrupted
 from rmd_plugin.detectors.flows.detectors import FlowLikelihood, RelativeFlow
 from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis
-from rmd_plugin.paper.published import TEXT
 from rmd_plugin.paper.result import FeatureSet, StudyResult, under
 
 _TEXTS = {
@@ -21,12 +19,7 @@ _TEXTS = {
 
 
 def run(feature_sets: Sequence[FeatureSet], options: Mapping[str, Any]) -> StudyResult:
-    """AUROC of both flow detectors beside the Gaussian ones, and the scores of each as arrays.
-
-    Args:
-        feature_sets: what to analyse.
-        options: of the flow detectors, see :class:`rmd_plugin.detectors.flows.detectors.FlowDetector`.
-    """
+    """AUROC of both flow detectors, made with these options, beside the Gaussian ones; the scores of each as arrays."""
     result = StudyResult("flows")
     for features in feature_sets:
         flow = {"seed": features.seed, "progress": False, **options}
@@ -42,6 +35,6 @@ def run(feature_sets: Sequence[FeatureSet], options: Mapping[str, Any]) -> Study
             area, scores = features.rate(detector)
             result.add(features, [features.row(name, area)], under(name, scores))
             where = "spectrum" if name in ("mahalanobis", "rmd") else "flows"
-            paper = TEXT[f"{where}/{name}"] if features.benchmark == "cifar100_vs_cifar10" else math.nan
-            result.comparisons.append(features.beside(_TEXTS[name], 100 * area, paper))
+            published = f"{where}/{name}" if features.benchmark == "cifar100_vs_cifar10" else ""
+            result.comparisons.append(features.beside(_TEXTS[name], 100 * area, published))
     return result

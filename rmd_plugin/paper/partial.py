@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,9 +11,7 @@ from torch import Tensor
 from rmd_plugin.compare.bootstrap import auroc
 from rmd_plugin.compare.rows import Row
 from rmd_plugin.detectors.gaussian import QuadraticScore, fit_mahalanobis
-from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis, MarginalMahalanobis
 from rmd_plugin.detectors.moments import Moments
-from rmd_plugin.paper.published import TEXT
 from rmd_plugin.paper.result import Arrays, FeatureSet, StudyResult
 
 #: benchmark -> which numbers of the text belong to it
@@ -33,11 +30,7 @@ _BLOCK = 2**20
 
 
 def cumulative_scores(moments: Moments, z: Tensor) -> tuple[Tensor, Tensor]:
-    """PMD of every sample for every d, by cumulative sums instead of D fits.
-
-    Args:
-        moments: moments of the training features.
-        z: features of shape (B, D).
+    """PMD of every sample of z (B, D) for every d, by cumulative sums instead of D fits.
 
     Returns:
         ``largest`` (B, q), whose column d - 1 sums over the d directions of largest variance, and ``smallest`` (B, q),
@@ -60,23 +53,18 @@ def cumulative_scores(moments: Moments, z: Tensor) -> tuple[Tensor, Tensor]:
 def analyse(features: FeatureSet) -> tuple[list[Row], Arrays]:
     """AUROC of PMD for every d, largest and smallest first, beside MD, RMD and MMD.
 
-    Args:
-        features: features with one OOD set.
-
     Returns:
         Rows for MD, RMD, MMD and the best d; arrays ``largest`` (q,), for d = 1..q, ``smallest`` (q,), for d = 0..q-1
         excluded directions, and the AUROC of the three others, shape ().
     """
-    moments = features.moments()
     arrays: Arrays = {}
-    id_scores, ood_scores = (cumulative_scores(moments, z) for z in (features.test, features.ood))
+    id_scores, ood_scores = (cumulative_scores(features.moments, z) for z in (features.test, features.ood))
     for name, inside, outside in zip(("largest", "smallest"), id_scores, ood_scores, strict=True):
         # contiguous columns: sorting a strided one is several times slower
         columns = zip(inside.T.contiguous().numpy(), outside.T.contiguous().numpy(), strict=True)
         arrays[name] = np.array([auroc(a, b) for a, b in columns])
     rows = []
-    for name, kind in (("mahalanobis", Mahalanobis), ("rmd", RMD), ("marginal", MarginalMahalanobis)):
-        area, _ = features.rate(kind().fit_moments(moments))
+    for name, (area, _) in features.rate_gaussians("mahalanobis", "rmd", "marginal").items():
         rows.append(features.row(name, area))
         arrays[name] = np.array(area)
     peak = int(arrays["largest"].argmax())
@@ -91,7 +79,7 @@ def run(feature_sets: Sequence[FeatureSet]) -> StudyResult:
     for features in feature_sets:
         rows, arrays = analyse(features)
         result.add(features, rows, arrays)
-        paper = {metric: TEXT[key] for metric, key in _PUBLISHED.get(features.benchmark, {}).items()}
+        published = _PUBLISHED.get(features.benchmark, {})
         for metric, ours in {
             "best AUROC of PMD": 100 * arrays["largest"].max(),
             "d at the best AUROC": arrays["largest"].argmax() + 1,
@@ -99,6 +87,6 @@ def run(feature_sets: Sequence[FeatureSet]) -> StudyResult:
             "AUROC of MD": 100 * arrays["mahalanobis"],
             "AUROC of MMD": 100 * arrays["marginal"],
         }.items():
-            result.comparisons.append(features.beside(metric, float(ours), paper.get(metric, math.nan)))
+            result.comparisons.append(features.beside(metric, ours, published.get(metric, "")))
     result.notes.append("The best d is found with the OOD test samples, which a user does not have; RMD needs no d.")
     return result

@@ -19,17 +19,11 @@ Line = tuple[str, str]
 
 @dataclass(frozen=True)
 class TableRow:
-    """One line of a table: AUROC in percent of each detector.
-
-    Attributes:
-        benchmark: the benchmark as the paper calls it.
-        backbone: the network whose features were used.
-        auroc: detector, by its name in our rows, -> AUROC in percent.
-    """
+    """One line of a table, with the names of the paper."""
 
     benchmark: str
     backbone: str
-    auroc: dict[str, float]
+    auroc: dict[str, float]  #: detector, by its name in our rows, -> AUROC in percent
 
 
 def _row(benchmark: str, backbone: str, *values: float) -> TableRow:

@@ -24,7 +24,7 @@ from rmd_plugin.paper.document import StudySummary, comparison_table, write_docu
 from rmd_plugin.paper.figures import make_figures
 from rmd_plugin.paper.published import NOT_RUN, TABLES, Line
 from rmd_plugin.paper.result import FinishedRun, StudyResult
-from rmd_plugin.paper.runs import compose_experiment, finish, finished
+from rmd_plugin.paper.runs import compose_experiment, finish
 from rmd_plugin.paper.studies import (
     DOCUMENT,
     SIMULATION,
@@ -36,7 +36,7 @@ from rmd_plugin.paper.studies import (
     reproduce_command,
 )
 from rmd_plugin.report.provenance import collect_versions, job_arguments
-from rmd_plugin.report.run_folder import describe_error
+from rmd_plugin.report.run_folder import RunFolder, describe_error
 from rmd_plugin.report.style import save_figure
 from rmd_plugin.report.table import to_latex, to_markdown, to_terminal
 
@@ -74,10 +74,6 @@ class Reproduction:
     """Runs studies of one scale and writes what they give.
 
     All experiments are composed first: a mistake in what was typed must not replace a finished study.
-
-    Args:
-        config: the composed ``conf/reproduce.yaml``.
-        studies: which studies will be run.
     """
 
     def __init__(self, config: DictConfig, studies: Sequence[str]) -> None:
@@ -132,7 +128,7 @@ class Reproduction:
                 continue
             cfg, wanted = self.composed[name], self.config.cells
             # a finished experiment counts: those that are run one by one come together in their study
-            if wanted is not None and cell_name(name) not in wanted and not finished(cfg):
+            if wanted is not None and cell_name(name) not in wanted and not RunFolder(cfg.paths.output_dir).done:
                 missing[name] = f"left out of this run (cells={list(wanted)})"
                 continue
             try:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from rmd_plugin.compare.rows import ACCURACY, AUROC, Row
-from rmd_plugin.paper.published import TEXT
 from rmd_plugin.paper.result import FinishedRun, PaperNumber, StudyResult
 from rmd_plugin.report.names import label
 
@@ -26,11 +24,7 @@ def auroc_curves(training: FinishedRun) -> Curves:
 
 
 def run(trainings: Sequence[FinishedRun]) -> StudyResult:
-    """Figure 3 from training histories.
-
-    Returns:
-        One row for each check and detector, with the step in its remark, and arrays for the figure.
-    """
+    """Figure 3 from training histories: one row for each check and detector, with the step in its remark."""
     result = StudyResult("robustness")
     for training in trainings:
         curves, item = auroc_curves(training), training.features
@@ -54,11 +48,11 @@ def run(trainings: Sequence[FinishedRun]) -> StudyResult:
 def _compare(training: FinishedRun, curves: Curves) -> list[PaperNumber]:
     """The best and the last AUROC of every detector, and the accuracies at the best of MD and at the end."""
     item = training.features
-    paper = TEXT if item.benchmark.startswith("genomics") else {}
     found = []
 
     def add(metric: str, ours: float, published: str = "") -> None:
-        found.append(item.beside(metric, 100 * ours, paper.get(f"robustness/{published}", math.nan)))
+        in_paper = item.benchmark.startswith("genomics")
+        found.append(item.beside(metric, 100 * ours, f"robustness/{published}" if in_paper else ""))
 
     for detector, (_, values) in curves.items():
         md = detector == "mahalanobis"

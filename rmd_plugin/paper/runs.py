@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -23,7 +23,7 @@ from rmd_plugin.app.errors import explain
 from rmd_plugin.app.train import load_run, train
 from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.compare.extraction import TEST, TRAIN
-from rmd_plugin.compare.rows import ACCURACY, Distance, Row
+from rmd_plugin.compare.rows import ACCURACY, Row
 from rmd_plugin.paper.accuracy import read_accuracies
 from rmd_plugin.paper.result import FeatureSet, FinishedRun
 from rmd_plugin.paper.studies import cell_name, folder, reproduce_command
@@ -37,10 +37,6 @@ _NO_MATTER = ("paths", "names", "paper", "resume", "cache_dir", "num_workers", "
 
 def compose_experiment(experiment: str, config: DictConfig) -> DictConfig:
     """The config of ``rmd-train`` for an experiment, with a folder that changes whenever the config does.
-
-    Args:
-        experiment: as :func:`rmd_plugin.paper.studies.experiments` names it.
-        config: the composed ``conf/reproduce.yaml``.
 
     Raises:
         ValueError: if the overrides of ``extra`` do not fit.
@@ -65,18 +61,8 @@ def compose_experiment(experiment: str, config: DictConfig) -> DictConfig:
     return cfg
 
 
-def finished(cfg: DictConfig) -> bool:
-    """Whether an experiment was run before, to its end."""
-    return RunFolder(cfg.paths.output_dir).done
-
-
 def finish(experiment: str, cfg: DictConfig, config: DictConfig) -> FinishedRun:
-    """Run an experiment unless it was run before, and read what it left behind.
-
-    Args:
-        experiment: its name.
-        cfg: result of :func:`compose_experiment`.
-        config: the composed ``conf/reproduce.yaml``.
+    """Run a composed experiment unless it was run before, and read what it left behind.
 
     Raises:
         OSError, ValueError, ImportError: if data, weights or libraries are missing; the message says which.
@@ -92,7 +78,7 @@ def finish(experiment: str, cfg: DictConfig, config: DictConfig) -> FinishedRun:
             raise
         raise CheckpointError(f"{error} Delete {place.path} to run it again.") from error
     rows = place.read_rows()
-    ood, distance = next((name, distance) for name, distance in extractor.distance.items() if distance == "near")
+    ood = next(name for name, distance in extractor.distance.items() if distance == "near")
     fit = extractor.features(TRAIN)
     features = FeatureSet(
         benchmark=str(cfg.names.benchmark),
@@ -102,7 +88,6 @@ def finish(experiment: str, cfg: DictConfig, config: DictConfig) -> FinishedRun:
         train_labels=fit.labels,
         test=extractor.features(TEST).features,
         ood=extractor.features(ood).features,
-        distance=cast(Distance, distance),
         seed=int(cfg.seed),
         setting=describe(cfg, tuple(fit.features.shape), rows),
         reason=str(cfg.paper.reason),

@@ -15,13 +15,12 @@ from torch.nn import functional as F
 from rmd_plugin.backbones.small import MLP
 from rmd_plugin.benchmarks import Simulation
 from rmd_plugin.compare.rows import Row
-from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis
 from rmd_plugin.paper.published import TEXT
 from rmd_plugin.paper.result import Arrays, FeatureSet, PaperNumber, StudyResult, under
 from rmd_plugin.paper.studies import SIMULATION, SimulationOptions
 from rmd_plugin.report.names import label
 
-_DETECTORS = {"mahalanobis": Mahalanobis, "rmd": RMD}
+_DETECTORS = ("mahalanobis", "rmd")
 
 
 def simulated_features(
@@ -47,20 +46,11 @@ def simulated_features(
     )
 
 
-def rate_both(features: FeatureSet) -> dict[str, tuple[float, Arrays]]:
-    """AUROC and scores of MD and RMD, fitted on one pass of moments."""
-    moments = features.moments()
-    return {name: features.rate(kind().fit_moments(moments)) for name, kind in _DETECTORS.items()}
-
-
 def limit_auroc(dim: int, shift: float) -> float:
     """AUROC of MD for infinitely many samples: P(X < Y), X chi-square, Y non-central chi-square, both of D degrees.
 
-    Holds where a sample's nearest class is its own (ID) or the one next to it (OOD), as in the simulation.
-
-    Args:
-        dim: D.
-        shift: distance between an OOD mean and the nearest class mean, in standard deviations.
+    Holds where a sample's nearest class is its own (ID) or the one next to it (OOD), as in the simulation. ``shift`` is
+    the distance between an OOD mean and the nearest class mean, in standard deviations.
     """
     from scipy.stats import chi2, ncx2
 
@@ -75,23 +65,15 @@ def limit_auroc(dim: int, shift: float) -> float:
     return float(1 - np.sum(below * np.diff(mass)))
 
 
-def network_features(
-    features: FeatureSet,
-    *,
-    activation: str = "tanh",
-    width: int = 1024,
-    epochs: int = 1,
-    batch_size: int = 128,
-    lr: float = 1e-3,
-) -> FeatureSet:
+def network_features(features: FeatureSet, *, activation: str, width: int, epochs: int) -> FeatureSet:
     """Train a one-layer network on the samples with Adam, and take its hidden units as features."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(features.seed)
         classes = int(features.train_labels.max()) + 1
         network = MLP(features.train.shape[1], (width,), activation=activation, num_classes=classes)
-        optimiser = torch.optim.Adam(network.parameters(), lr=lr)
+        optimiser = torch.optim.Adam(network.parameters(), lr=1e-3)
         for _ in range(epochs):
-            for rows in torch.randperm(len(features.train)).split(batch_size):
+            for rows in torch.randperm(len(features.train)).split(128):
                 loss = F.cross_entropy(network(features.train[rows]), features.train_labels[rows])
                 optimiser.zero_grad(set_to_none=True)
                 loss.backward()
@@ -102,20 +84,12 @@ def network_features(
 
 
 def sweep(name: str, values: Sequence[float], *, seeds: Sequence[int], **options: Any) -> tuple[list[Row], Arrays]:
-    """AUROC of MD and RMD over a range of one parameter.
-
-    Args:
-        name: ``dim`` or ``sigma``.
-        values: its values.
-        seeds: seeds of the samples.
-        options: ``dim``, ``sigma``, ``n_train`` and ``n_test``, for what is not swept.
+    """AUROC of MD and RMD over a range of one parameter, ``dim`` or ``sigma``; the options are of what is not swept.
 
     Returns:
         One row for each value, detector and seed, and arrays: ``values`` (V,), ``mahalanobis`` and ``rmd`` (V, S), and
         ``limit`` (V,), the AUROC of MD for infinitely many samples.
     """
-    if name not in ("dim", "sigma"):
-        raise ValueError(f"name must be 'dim' or 'sigma', got {name!r}.")
     rows: list[Row] = []
     found = {detector: np.empty((len(values), len(seeds))) for detector in _DETECTORS}
     limits = []
@@ -124,19 +98,14 @@ def sweep(name: str, values: Sequence[float], *, seeds: Sequence[int], **options
         limits.append(limit_auroc(here["dim"], 2.0 / here["sigma"]))
         for column, seed in enumerate(seeds):
             features = simulated_features(**here, seed=seed)
-            for detector, (area, _) in rate_both(features).items():
+            for detector, (area, _) in features.rate_gaussians(*_DETECTORS).items():
                 found[detector][place, column] = area
                 rows.append(features.row(detector, area, reason=f"{name}={value:g}, n_train={here['n_train']}"))
     return rows, {"values": np.asarray(values, dtype=float), "limit": np.asarray(limits), **found}
 
 
 def run(options: SimulationOptions, *, seed: int = 0) -> StudyResult:
-    """The whole study: histograms, the AUROC over seeds, both sweeps, the one-layer network.
-
-    Args:
-        options: sizes and ranges.
-        seed: seed of the first repetition; the others count up from it.
-    """
+    """The whole study: histograms, the AUROC over seeds (counted up from ``seed``), both sweeps, the network."""
     result = StudyResult(SIMULATION)
     sizes: dict[str, Any] = {name: getattr(options, name) for name in ("dim", "sigma", "n_train", "n_test")}
     width, epochs = options.network_width, options.network_epochs
@@ -151,7 +120,7 @@ def run(options: SimulationOptions, *, seed: int = 0) -> StudyResult:
             features = (
                 network_features(inputs, activation=activation, width=width, epochs=epochs) if activation else inputs
             )
-            for name, (area, scores) in rate_both(features).items():
+            for name, (area, scores) in features.rate_gaussians(*_DETECTORS).items():
                 areas.setdefault((activation, name), []).append(area)
                 result.rows.append(features.row(name, area))
                 if count == 0:

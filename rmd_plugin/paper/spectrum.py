@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +13,8 @@ from rmd_plugin.compare.bootstrap import auroc
 from rmd_plugin.compare.rows import Row
 from rmd_plugin.detectors.functional import class_quadratics
 from rmd_plugin.detectors.gaussian import QuadraticScore, fit_mahalanobis
-from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis
 from rmd_plugin.detectors.moments import Moments
-from rmd_plugin.paper.published import TEXT
 from rmd_plugin.paper.result import Arrays, FeatureSet, StudyResult, under
-
-Basis = Literal["eigen", "discriminative"]
 
 _ROWS = 2048
 _QUANTILES = (0.1, 0.9)
@@ -32,43 +27,29 @@ class Directions(NamedTuple):
     background: Tensor  #: variance of all training samples along each direction, shape (q,)
 
 
-def fit_directions(moments: Moments, *, basis: Basis = "eigen") -> Directions:
+def fit_directions(moments: Moments, *, discriminative: bool = False) -> Directions:
     """Directions of unit within-class variance, and the class-independent variance along each.
 
-    ``eigen`` is the paper's choice: the eigenvectors of Sigma by descending eigenvalue, with one background Gaussian
-    per direction. The terms of MD add up to MD; those of RMD leave out the background's correlations.
-    ``discriminative`` takes the directions in which Sigma and Sigma_0 are diagonal together, by descending variance of
-    the class means: there the terms of both add up exactly. Where Sigma is a multiple of the identity its eigenvectors
-    are arbitrary, and this is the only choice that says anything.
-
-    Args:
-        moments: moments of the training features.
-        basis: which directions.
+    The paper's choice are the eigenvectors of Sigma by descending eigenvalue, with one background Gaussian per
+    direction. The terms of MD add up to MD; those of RMD leave out the background's correlations.
+    In the discriminative directions Sigma and Sigma_0 are diagonal together, by descending variance of the class means:
+    there the terms of both add up exactly. Where Sigma is a multiple of the identity its eigenvectors are arbitrary,
+    and this is the only choice that says anything.
     """
     parameters = fit_mahalanobis(moments)
     shares = moments.counts[moments.counts > 0] / moments.counts.sum()
     points = parameters["points"]
-    if basis == "discriminative":
+    if discriminative:
         rotation = torch.linalg.svd(shares.sqrt()[:, None] * points, full_matrices=True)[2].T
         points = points @ rotation
         parameters |= {"projection": parameters["projection"] @ rotation, "points": points}
-    elif basis != "eigen":
-        raise ValueError(f"basis must be 'eigen' or 'discriminative', got {basis!r}.")
     # within-class variance is one along every direction, so the total is one more than that of the class means
     background = 1 + (shares[:, None] * points.square()).sum(0)
     return Directions(QuadraticScore(parameters, torch.float64), background)
 
 
 def contributions(directions: Directions, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Terms of MD and of RMD along each direction, for the nearest class.
-
-    Args:
-        directions: result of :func:`fit_directions`.
-        z: features of shape (B, D).
-
-    Returns:
-        Two tensors of shape (B, q), in float32.
-    """
+    """Terms of MD and of RMD for z (B, D) along each direction, for the nearest class: (B, q) each, in float32."""
     module = directions.module
     distance, relative = [], []
     for rows in z.split(_ROWS):
@@ -84,11 +65,7 @@ def contributions(directions: Directions, z: Tensor) -> tuple[Tensor, Tensor]:
 def change_point(gap: np.ndarray) -> int:
     """How many leading directions stand apart: the split of a curve into two levels with the least squared error.
 
-    Args:
-        gap: mean distance of OOD minus that of ID along each direction, shape (q,).
-
-    Returns:
-        The number of directions before the split, at least 1.
+    ``gap`` (q,) is the mean distance of OOD minus that of ID along each direction.
 
     Example:
         >>> change_point(np.array([3.0, 2.8, 3.1, 0.1, 0.0, 0.2]))
@@ -107,28 +84,23 @@ def change_point(gap: np.ndarray) -> int:
     return int(left[between.argmax()])
 
 
-def analyse(features: FeatureSet, *, basis: Basis = "eigen") -> tuple[list[Row], Arrays]:
+def analyse(features: FeatureSet, *, discriminative: bool = False) -> tuple[list[Row], Arrays]:
     """The spectrum of one feature set.
-
-    Args:
-        features: features with one OOD set.
-        basis: see :func:`fit_directions`.
 
     Returns:
         Rows, and arrays for each of MD and RMD: mean and quantiles along the directions for ID and OOD, shape (q,), and
         the scores; and ``threshold``, the number of leading directions that stand apart.
     """
-    moments = features.moments()
-    directions = fit_directions(moments, basis=basis)
+    directions = fit_directions(features.moments, discriminative=discriminative)
     arrays: Arrays = {}
     rows, sums = [], []
     for kind, z in (("id", features.test), ("ood", features.ood)):
         terms = contributions(directions, z)
         sums.append(terms[1].sum(1).numpy())
         for name, part in zip(("mahalanobis", "rmd"), terms, strict=True):
-            arrays |= under(f"{name}/{kind}", _summary(part))
-    for name, detector in (("mahalanobis", Mahalanobis), ("rmd", RMD)):
-        area, scores = features.rate(detector().fit_moments(moments))
+            low, high = np.quantile(part.numpy(), _QUANTILES, axis=0)
+            arrays |= under(f"{name}/{kind}", {"mean": part.double().mean(0).numpy(), "low": low, "high": high})
+    for name, (area, scores) in features.rate_gaussians("mahalanobis", "rmd").items():
         rows.append(features.row(name, area))
         arrays |= {f"{name}/{kind}/scores": values for kind, values in scores.items()}
     rows.append(features.row("rmd_by_direction", auroc(*sums)))
@@ -148,25 +120,16 @@ def run(feature_sets: Sequence[FeatureSet]) -> StudyResult:
     """
     result = StudyResult("spectrum")
     for features in feature_sets:
-        simulated = features.benchmark == "simulation"
-        rows, arrays = analyse(features, basis="discriminative" if simulated else "eigen")
+        rows, arrays = analyse(features, discriminative=features.benchmark == "simulation")
         result.add(features, rows, arrays)
         # the paper's numbers of these two benchmarks
         source = {"simulation": "simulation", "cifar100_vs_cifar10": "spectrum"}.get(features.benchmark, "")
         for row, text in zip(rows, ("AUROC of MD", "AUROC of RMD"), strict=False):
-            paper = TEXT.get(f"{source}/{row.detector}", math.nan)
-            result.comparisons.append(features.beside(text, 100 * row.value, paper))
-        paper = TEXT.get(f"{source}/threshold", math.nan)
+            result.comparisons.append(features.beside(text, 100 * row.value, f"{source}/{row.detector}"))
         text = f"leading directions (of {features.train.shape[1]})"
-        result.comparisons.append(features.beside(text, float(arrays["threshold"]), paper))
+        result.comparisons.append(features.beside(text, float(arrays["threshold"]), f"{source}/threshold"))
     result.notes.append(
         "The threshold is the split of the gap (OOD mean minus ID mean of the distance) into two levels with the least "
         "squared error on a logarithmic scale; the paper does not say how its 120 was found."
     )
     return result
-
-
-def _summary(terms: Tensor) -> Arrays:
-    """Mean and quantiles of the terms over the samples."""
-    low, high = np.quantile(terms.numpy(), _QUANTILES, axis=0)
-    return {"mean": terms.double().mean(0).numpy(), "low": low, "high": high}

@@ -22,17 +22,11 @@ SIMULATION = "simulation"
 
 @dataclass(frozen=True)
 class Study:
-    """One part of the paper.
-
-    Attributes:
-        about: which part.
-        small: experiments at the small scale, as below ``conf/experiment``; ``simulation`` stands for its samples.
-        paper: experiments at the paper's scale, as below ``conf/experiment/paper``.
-    """
+    """One part of the paper, and its experiments: ``simulation`` stands for its samples."""
 
     about: str
-    small: tuple[str, ...] = ()
-    paper: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()  #: as below ``conf/experiment``
+    paper: tuple[str, ...] = ()  #: as below ``conf/experiment/paper``
 
 
 #: in the order in which they are run: experiments that others use come first. A table uses all of its folder
@@ -105,11 +99,7 @@ def cell_name(experiment: str) -> str:
 
 
 def chosen_studies(study: Any) -> list[str]:
-    """Names of the studies that a config asks for, in the order in which they are run.
-
-    Raises:
-        ValueError: for a name that is none.
-    """
+    """Names of the studies that a config asks for, in the order in which they are run; others are refused."""
     if study is None:
         return []
     wanted = [str(name) for name in ([study] if isinstance(study, str) else study)]
@@ -122,11 +112,7 @@ def chosen_studies(study: Any) -> list[str]:
 
 
 def check_cells(studies: Iterable[str], scale: str, cells: Iterable[object] | None) -> None:
-    """Refuse names that no experiment of these studies has.
-
-    Raises:
-        ValueError: with the names that there are.
-    """
+    """Refuse names that no experiment of these studies has, with those that there are."""
     if cells is None:
         return
     there = {study: [cell_name(name) for name in experiments(study, scale)] for study in studies}

@@ -14,10 +14,7 @@ from rmd_plugin.report.names import label
 def run(table: str, runs: Sequence[FinishedRun], absent: Mapping[Line, str]) -> StudyResult:
     """One of the paper's tables. Every published line appears: with our number, or with the reason why there is none.
 
-    Args:
-        table: ``table1``, ``table2`` or ``table3``.
-        runs: what was run.
-        absent: line -> why it was not run.
+    ``absent`` says of lines why they were not run.
 
     Raises:
         ValueError: if something was run for a line that the table does not have.

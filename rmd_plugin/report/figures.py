@@ -117,25 +117,30 @@ def histogram_figure(
         for axes, detector in zip(grid, chosen, strict=True):
             names = [ID, *(name for name in _near_first(distances) if name in scores[detector])]
             mine = {name: scores[detector][name] for name in names if np.isfinite(scores[detector][name]).any()}
-            edges = _edges(list(mine.values()))
-            curves = []
-            for name, values in mine.items():
-                heights, _ = np.histogram(np.clip(values, edges[0], edges[-1]), bins=edges)
-                density = heights / heights.sum()
-                if name == ID:
-                    axes.stairs(density, edges, color=colours[name], fill=True, alpha=0.35)
-                axes.stairs(density, edges, color=colours[name], linewidth=1.2 if name == ID else 2.2)
-                curves.append(("in-distribution" if name == ID else name, colours[name], density))
-            if curves:
-                _curve_labels(axes, curves, edges)
+            histogram_panel(axes, mine, colours, "score, higher = more OOD")
             near = means.get(detector, {}).get("near", math.nan)
             area = "" if math.isnan(near) else f", near AUROC {100 * near:.1f}"
             axes.set_title(label(detector) + area, fontsize=style.SMALL + 1)
-            axes.set_yticks([])
-            axes.spines["left"].set_visible(False)
-            axes.set_xlabel("score, higher = more OOD", fontsize=style.SMALL)
-            axes.locator_params(axis="x", nbins=4)
     return figure
+
+
+def histogram_panel(axes: Axes, samples: Mapping[str, np.ndarray], colours: Mapping[str, str], text: str) -> None:
+    """Histograms of samples by name, ID filled and the others as lines, each named in place; ``text`` is below."""
+    edges = _edges(list(samples.values()))
+    curves = []
+    for name, values in samples.items():
+        heights, _ = np.histogram(np.clip(values, edges[0], edges[-1]), bins=edges)
+        density = heights / heights.sum()
+        if name == ID:
+            axes.stairs(density, edges, color=colours[name], fill=True, alpha=0.35)
+        axes.stairs(density, edges, color=colours[name], linewidth=1.2 if name == ID else 2.2)
+        curves.append(("in-distribution" if name == ID else name, colours[name], density))
+    if curves:
+        _curve_labels(axes, curves, edges)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel(text, fontsize=style.SMALL)
+    axes.locator_params(axis="x", nbins=4)
 
 
 def difference_figure(summary: Summary) -> Figure | None:

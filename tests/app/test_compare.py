@@ -4,15 +4,12 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 
 import config_kit
 import numpy as np
 import pytest
 from config_kit import ROOT, choices
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from rmd_plugin.app.commands import compare as main
@@ -27,27 +24,19 @@ TINY = ["benchmark=simulation", "benchmark.dim=8", "limit_train=200", "resamples
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs the command in this process and gives back its folder and what it printed."""
+    """Runs the command in this process and gives back its folder and what it printed, with another code its error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RMD_CACHE_DIR", str(tmp_path / "cache"))
 
-    def call(*arguments, name="out", tiny=True):
+    def call(*arguments, flags=(), name="out", tiny=True, code=0):
         folder = tmp_path / name
-        words = [*(TINY if tiny else ()), *QUIET, f"hydra.run.dir={folder}", *arguments]
-        monkeypatch.setattr(sys, "argv", ["rmd-compare", *words])
-        GlobalHydra.instance().clear()
-        main()
-        return RunFolder(folder), capsys.readouterr().out
+        words = [*flags, *(TINY if tiny else ()), *QUIET, f"hydra.run.dir={folder}", *arguments]
+        found = config_kit.call(main, monkeypatch, "rmd-compare", *words)
+        printed = capsys.readouterr()
+        assert found == code, printed.err
+        return RunFolder(folder), printed.err if code else printed.out
 
     return call
-
-
-def process(*arguments, cwd, **options):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RMD_CACHE_DIR": str(cwd / "cache")}
-    command = [sys.executable, "-m", "rmd_plugin.app.compare", *arguments]
-    return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
 
 
 def members(choice):
@@ -64,21 +53,17 @@ def members(choice):
 def test_help_comes_without_torch_and_in_less_than_three_seconds(tmp_path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     code = "from rmd_plugin.app.commands import compare; compare()"
-    job = subprocess.Popen(
-        [sys.executable, "-c", code, "--help"],
-        cwd=tmp_path, env=config_kit.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    out, err = job.communicate()
+    done = config_kit.python("-c", code, "--help", cwd=tmp_path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert job.returncode == 0, err
+    assert done.returncode == 0, done.stderr
     # processor time: what the clock says depends on who else is on the machine
     assert after.ru_utime - before.ru_utime < 3
-    assert "rmd-compare backbone=bert benchmark=clinc150 detector=all" in out
-    assert "simulation" in out
+    assert "rmd-compare backbone=bert benchmark=clinc150 detector=all" in done.stdout
+    assert "simulation" in done.stdout
     code = (
         "import sys, rmd_plugin.app.commands; sys.exit(any(n in sys.modules for n in ('torch', 'matplotlib', 'numpy')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    assert config_kit.python("-c", code, cwd=ROOT).returncode == 0
 
 
 def test_the_papers_choice_is_the_papers():
@@ -149,14 +134,10 @@ def test_the_second_run_takes_its_features_from_the_cache(run, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == entries
 
 
-def test_a_run_repeated_from_its_own_config_gives_the_same_rows_to_the_bit(run, monkeypatch, tmp_path):
+def test_a_run_repeated_from_its_own_config_gives_the_same_rows_to_the_bit(run):
     first, _ = run("detector=[rmd,msp,knn]", "detector.knn.k=9", "seed=3", name="first")
-    again = tmp_path / "again"
-    words = ["--config-dir", str(first.path), "--config-name", "config", *QUIET, f"hydra.run.dir={again}"]
-    monkeypatch.setattr(sys, "argv", ["rmd-compare", *words])
-    GlobalHydra.instance().clear()
-    main()
-    assert (again / "rows.csv").read_bytes() == first.file("rows.csv").read_bytes()
+    again, _ = run(flags=["--config-dir", str(first.path), "--config-name", "config"], name="again", tiny=False)
+    assert again.file("rows.csv").read_bytes() == first.file("rows.csv").read_bytes()
 
 
 def test_options_reach_the_detectors_the_data_and_the_cache(run, tmp_path):
@@ -213,12 +194,9 @@ def test_variants_and_models_are_part_of_the_names():
     assert run_names(config) == ("clinc150", "resnet")
 
 
-def test_a_multirun_makes_one_folder_per_job(run, tmp_path, monkeypatch):
+def test_a_multirun_makes_one_folder_per_job(run, tmp_path):
     sweep = tmp_path / "sweep"
-    words = ["-m", *TINY, *QUIET, "detector=[rmd]", "seed=0,1", f"hydra.sweep.dir={sweep}"]
-    monkeypatch.setattr(sys, "argv", ["rmd-compare", *words])
-    GlobalHydra.instance().clear()
-    main()
+    run("detector=[rmd]", "seed=0,1", f"hydra.sweep.dir={sweep}", flags=["-m"])
     found = [read_rows(sweep / job / "rows.csv")[0].seed for job in ("0", "1")]
     assert found == [0, 1]
 
@@ -238,17 +216,14 @@ def test_a_multirun_makes_one_folder_per_job(run, tmp_path, monkeypatch):
         (["benchmark.sigma=-1"], "sigma must be above 0"),
     ],
 )
-def test_a_mistake_is_one_clear_line_and_the_folder_says_failed(arguments, complaint, run, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        run("detector=[rmd]", *arguments)
-    assert stop.value.code == 1
-    err = capsys.readouterr().err.strip().splitlines()
-    assert len(err) == 1
-    assert err[0].startswith("rmd-compare: ")
-    assert complaint in err[0]
-    status = json.loads((tmp_path / "out" / "status.json").read_text())
-    assert status["state"] == "failed"
-    assert complaint in status["reason"]
+def test_a_mistake_is_one_clear_line_and_the_folder_says_failed(arguments, complaint, run):
+    folder, err = run("detector=[rmd]", *arguments, code=1)
+    (line,) = err.strip().splitlines()
+    assert line.startswith("rmd-compare: ")
+    assert complaint in line
+    status = folder.read_status()
+    assert status.state == "failed"
+    assert complaint in status.reason
 
 
 @pytest.mark.parametrize(
@@ -258,28 +233,23 @@ def test_a_mistake_is_one_clear_line_and_the_folder_says_failed(arguments, compl
         ("backbone=timm", "backbone=timm needs backbone.name: give backbone.name=VALUE."),
     ],
 )
-def test_a_choice_that_needs_a_value_asks_for_it(choice, expected, run, capsys):
-    with pytest.raises(SystemExit):
-        run(choice, "detector=[rmd]", tiny=False)
-    assert capsys.readouterr().err == f"rmd-compare: {expected}\n"
+def test_a_choice_that_needs_a_value_asks_for_it(choice, expected, run):
+    _, err = run(choice, "detector=[rmd]", tiny=False, code=1)
+    assert err == f"rmd-compare: {expected}\n"
 
 
-def test_a_missing_file_is_one_clear_line(run, capsys):
-    with pytest.raises(SystemExit):
-        run("benchmark=features", "benchmark.path=nothing.npz", "detector=[rmd]", tiny=False)
-    assert capsys.readouterr().err.startswith("rmd-compare: no file of features: looked for nothing.npz")
+def test_a_missing_file_is_one_clear_line(run):
+    _, err = run("benchmark=features", "benchmark.path=nothing.npz", "detector=[rmd]", tiny=False, code=1)
+    assert err.startswith("rmd-compare: no file of features: looked for nothing.npz")
 
 
-def test_a_seed_that_is_no_number_is_one_clear_line(run, capsys):
-    with pytest.raises(SystemExit):
-        run("seed=abc", "detector=[rmd]")
-    assert capsys.readouterr().err == "rmd-compare: seed must be a whole number, got 'abc'.\n"
+def test_a_seed_that_is_no_number_is_one_clear_line(run):
+    _, err = run("seed=abc", "detector=[rmd]", code=1)
+    assert err == "rmd-compare: seed must be a whole number, got 'abc'.\n"
 
 
-def test_an_unknown_choice_lists_the_choices(tmp_path):
-    job = process("benchmark=digitz", cwd=tmp_path)
-    _, err = job.communicate()
-    assert job.returncode == 1
+def test_an_unknown_choice_lists_the_choices(run):
+    _, err = run("benchmark=digitz", tiny=False, code=1)
     assert "there is no benchmark=digitz. Did you mean digits?" in err
     for name in choices("benchmark"):
         assert name in err
@@ -290,7 +260,8 @@ def test_an_unknown_choice_lists_the_choices(tmp_path):
 def test_ctrl_c_leaves_what_was_done(tmp_path, when):
     endless = ["max_epochs", "patience"]
     slow = ["detector=[rmd,relative_flow]", *(f"detector.relative_flow.{name}=1000000" for name in endless)]
-    job = process(*TINY, *slow, "hydra.run.dir=out", cwd=tmp_path, start_new_session=True)
+    words = [*TINY, *slow, "hydra.run.dir=out"]
+    job = config_kit.start("rmd_plugin.app.compare", tmp_path, *words, RMD_CACHE_DIR=str(tmp_path / "cache"))
     rows = tmp_path / "out" / "rows.csv"
     deadline = time.monotonic() + 120
     while not rows.exists() and time.monotonic() < deadline:

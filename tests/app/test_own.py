@@ -1,8 +1,5 @@
 """What users bring along: benchmarks, backbones, detectors of their own package, from a ``--config-dir`` of theirs."""
 
-import subprocess
-import sys
-
 import config_kit
 import pytest
 
@@ -118,10 +115,8 @@ def run(command, folder, *words):
     # as the console script does it: only what the command itself puts there can be imported from the current folder
     code = f"import sys; sys.path.remove(''); from rmd_plugin.app.commands import {command}; {command}()"
     arguments = ["--config-dir", "configs", "benchmark=squares", "detector=[rmd,norm,msp]", "figures=false", *words]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments, "hydra.run.dir=out"],
-        cwd=folder, env=config_kit.environment(RMD_CACHE_DIR=str(folder / "cache")), capture_output=True, text=True,
-    )  # fmt: skip
+    cache = str(folder / "cache")
+    done = config_kit.python("-c", code, *arguments, "hydra.run.dir=out", cwd=folder, RMD_CACHE_DIR=cache)
     assert done.returncode == 0, done.stderr[-3000:]
     return RunFolder(folder / "out")
 

@@ -1,14 +1,11 @@
 """Options of ``rmd-train`` in this process, because torch takes seconds to import: errors, monitor, sweeps."""
 
 import csv
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import config_kit
 import pytest
 import torch
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from rmd_plugin.app.commands import train as main
@@ -113,10 +110,10 @@ def test_the_whole_story_is_told_on_demand(train, monkeypatch):
 
 
 def test_an_unknown_choice_lists_those_there_are(train):
-    code, _, printed = train("sweep=nope", check=False)
-    assert code == 1
-    assert "seeds" in printed
-    assert "shrinkage" in printed
+    for choice, known in (("sweep=nope", ("seeds", "shrinkage")), ("backbone=alexnet", ("small_cnn", "wrn28_10"))):
+        code, _, printed = train(choice, check=False)
+        assert code == 1
+        assert all(name in printed for name in known)
     code, _, printed = train("experiment=tabel1/cifar100", check=False)
     assert code == 1
     assert "Did you mean table1/cifar100?" in printed
@@ -226,18 +223,17 @@ def test_a_failed_job_of_a_sweep_is_one_line_and_the_others_run(train, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_sweep_over_a_kept_config_is_reported_too(train, tmp_path):
+def test_a_sweep_over_a_kept_config_is_reported_too(train, tmp_path, monkeypatch):
     train(out="first")
     assert "hydra" not in OmegaConf.to_yaml(OmegaConf.load("first/config.yaml").names)
-    sys.argv[:] = ["rmd-train", "--config-dir", "first", "--config-name", "config", "-m", "seed=3,4"]
-    GlobalHydra.instance().clear()
-    main()
-    assert len(list(tmp_path.glob("multirun/*/*/seed=[34]/rows.csv"))) == 2
-    assert list(tmp_path.glob("multirun/*/*/summary.html"))
+    kept = ["--config-dir", "first", "--config-name", "config", "-m", "seed=3,4"]
+    assert config_kit.call(main, monkeypatch, "rmd-train", *kept) == 0
+    assert len(list(tmp_path.glob("multirun/train/seed=[34]/rows.csv"))) == 2
+    assert list(tmp_path.glob("multirun/train/summary.html"))
 
 
 def test_joblib_runs_two_jobs_at_a_time():
-    node = OmegaConf.load(Path(__file__).parents[2] / "conf/hydra/launcher/joblib.yaml")
+    node = OmegaConf.load(config_kit.CONF / "hydra/launcher/joblib.yaml")
     assert node.n_jobs == 2
     conf = pytest.importorskip("hydra_plugins.hydra_joblib_launcher.config").JobLibLauncherConf
     assert set(node) == set(OmegaConf.structured(conf))

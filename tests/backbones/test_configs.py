@@ -3,26 +3,19 @@
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from config_kit import CONF, choices, chosen
 from hydra.utils import get_class, instantiate
 
 from rmd_plugin.backbones.base import Backbone, SharedOptions
 
-CONF = Path(__file__).parents[2] / "conf"
-CONFIGS = sorted(path.stem for path in (CONF / "backbone").glob("*.yaml"))
+CONFIGS = choices("backbone")
 PLANNED = {
     *("wrn28_10", "wrn40_2", "resnet18_cifar", "resnet56_cifar", "small_cnn", "mlp", "identity", "genomics_cnn"),
     *("genomics_bert", "vit_b16", "bit_r50x1", "clip_vit_b32", "timm", "open_clip", "torchvision"),
     *("efficientnet_lite0", "bert"),
 }
-
-
-def compose_backbone(choice: str, *overrides: str) -> Any:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose(overrides=[f"+backbone={choice}", *overrides]).backbone
 
 
 def test_every_planned_backbone_has_a_config() -> None:
@@ -33,7 +26,7 @@ def test_every_planned_backbone_has_a_config() -> None:
 def test_each_config_starts_with_its_command_and_fits_its_class(choice: str) -> None:
     first = (CONF / "backbone" / f"{choice}.yaml").read_text().splitlines()[0]
     assert re.match(rf"# rmd-(compare|train) backbone={choice}\b", first)
-    config = compose_backbone(choice)
+    config = chosen("backbone", choice)
     target = get_class(config._target_)
     assert issubclass(target, Backbone)
     shared = set(SharedOptions.__annotations__)
@@ -65,7 +58,7 @@ def test_each_config_starts_with_its_command_and_fits_its_class(choice: str) -> 
 def test_each_config_builds_the_network_it_names(
     choice: str, dim: int, parameters: float | None, overrides: list[str]
 ) -> None:
-    backbone = instantiate(compose_backbone(choice, *overrides), num_classes=10)
+    backbone = instantiate(chosen("backbone", choice, *overrides), num_classes=10)
     assert backbone.feature_dim == dim
     assert backbone.num_classes == 10
     if parameters is not None:
@@ -99,7 +92,7 @@ def test_a_backbone_of_the_users_own_package_is_chosen_by_its_yaml(
     (tmp_path / "conf" / "backbone").mkdir(parents=True)
     (tmp_path / "conf" / "backbone" / "my_net.yaml").write_text(MY_YAML)
     monkeypatch.syspath_prepend(tmp_path)
-    config = compose_backbone("my_net", "backbone.frozen=true", f"hydra.searchpath=[file://{tmp_path}/conf]")
+    config = chosen("backbone", "my_net", "backbone.frozen=true", f"hydra.searchpath=[file://{tmp_path}/conf]")
     backbone = instantiate(config, num_classes=6)
     assert isinstance(backbone, Backbone)
     assert (backbone.feature_dim, backbone.num_classes, backbone.frozen) == (16, 6, True)

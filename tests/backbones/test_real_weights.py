@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from config_kit import chosen
 from hydra.utils import instantiate
 from PIL import Image
 from torch import Tensor
@@ -17,13 +17,11 @@ from torch import Tensor
 from rmd_plugin.backbones.base import Backbone
 from rmd_plugin.backbones.genomics import GenomicsCNN
 
-CONF = Path(__file__).parents[2] / "conf"
 pytestmark = [pytest.mark.data, pytest.mark.slow]
 
 
 def from_config(choice: str, *overrides: str) -> Any:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return instantiate(compose(overrides=[f"+backbone={choice}", *overrides]).backbone)
+    return instantiate(chosen("backbone", choice, *overrides))
 
 
 def encode(backbone: Backbone, items: list[Any], batch_size: int = 250) -> Tensor:

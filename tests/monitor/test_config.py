@@ -1,24 +1,21 @@
 """The config that other people's Hydra apps see."""
 
 import inspect
-from pathlib import Path
 
 import callback_kit as kit
 import pytest
 from callback_kit import OOD, VAL, fit, loader, values
-from hydra import compose, initialize_config_dir
+from config_kit import CONF, chosen
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from rmd_plugin import RMD, Mahalanobis, OODMonitor
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
-SHARED = Path(__file__).parents[2] / "conf" / "shared"
 
 
 def composed(*overrides):
-    with initialize_config_dir(str(SHARED), version_base="1.3"):
-        return compose(overrides=["+callbacks=ood_monitor", *overrides]).callbacks
+    return chosen("callbacks", "ood_monitor", *overrides, folder=CONF / "shared")
 
 
 def test_the_config_lists_the_monitors_options_with_their_defaults():

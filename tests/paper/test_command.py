@@ -3,8 +3,6 @@
 import inspect
 import json
 import shlex
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +17,7 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.warnings import PossibleUserWarning
 
+from rmd_plugin.app import commands
 from rmd_plugin.app.classifier import Classifier
 from rmd_plugin.app.data import BenchmarkData
 from rmd_plugin.app.parts import make_callbacks, make_detectors
@@ -93,7 +92,6 @@ def test_every_shipped_experiment_composes_and_fits_what_it_names(hydra, tmp_pat
 
 
 def test_all_experiments_of_all_studies_are_shipped(hydra):
-    there = {name for folder in [*TABLES, "robustness"] for name in experiments(folder, "small")}
     for scale in ("small", "paper"):
         there = {f"{folder}/{path.stem}" for folder in [*TABLES, "robustness"] for path in shipped(folder, scale)}
         assert {name for study in STUDIES for name in experiments(study, scale)} - {"simulation"} == there
@@ -221,10 +219,8 @@ def test_without_a_study_the_command_lists_all_of_them_without_torch(tmp_path):
         "runpy.run_module('rmd_plugin.paper.reproduce', run_name='__main__')\n"
         "print(sorted({'torch', 'matplotlib', 'pytorch_lightning', 'scipy'} & set(sys.modules)))"
     )
-    made = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=config_kit.environment(), capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
+    made = config_kit.python("-c", code, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
     assert all(name in made.stdout for name in STUDIES)
     assert "4 / 8" in made.stdout  # experiments of table 2
     assert made.stdout.splitlines()[-1] == "[]"
@@ -328,16 +324,22 @@ def test_options_of_the_wrong_kind_end_with_one_sentence(tmp_path, monkeypatch, 
     assert not list(tmp_path.rglob("rows.csv"))
 
 
-@pytest.mark.parametrize(("command", "option"), [("reproduce", "output"), ("compare", "hydra.run.dir")])
-def test_a_folder_that_cannot_be_written_to_ends_with_one_sentence(tmp_path, command, option):
+def test_help_tells_the_comments_of_the_options(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert config_kit.call(reproduce.main, monkeypatch, "rmd-reproduce", "--help") == 0
+    assert "study: null  # a name, several as [simulation,spectrum], or all" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("main", "name", "option"),
+    [(reproduce.main, "rmd-reproduce", "output"), (commands.compare, "rmd-compare", "hydra.run.dir")],
+)
+def test_a_folder_that_cannot_be_written_to_ends_with_one_sentence(tmp_path, monkeypatch, capsys, main, name, option):
     tmp_path.joinpath("file").touch()
-    words = [f"{option}={tmp_path}/file/folder", *(["study=table1"] if command == "reproduce" else [])]
-    made = config_kit.run(
-        {"reproduce": "rmd_plugin.paper.reproduce"}.get(command, f"rmd_plugin.app.{command}"), tmp_path, *words
-    )
-    assert made.returncode == 1
+    assert config_kit.call(main, monkeypatch, name, f"{option}={tmp_path}/file/folder") == 1
     expected = f"cannot write to {tmp_path}/file/folder: Not a directory. Give another {option}=FOLDER."
-    assert made.stderr == f"rmd-{command}: {expected}\n"
+    assert capsys.readouterr().err == f"{name}: {expected}\n"
 
 
 @pytest.mark.parametrize("done", [True, False])

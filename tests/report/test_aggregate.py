@@ -397,7 +397,7 @@ def test_a_sweep_with_a_failed_job_reports_by_itself(tmp_path):
 def test_a_sweep_that_ends_well_reports_once(sweep, monkeypatch):
     folder, _ = sweep
     calls = []
-    monkeypatch.setattr(command, "report_multirun", lambda path, **options: calls.append((path, options)))
+    monkeypatch.setattr(command, "report_runs", lambda jobs, path, **options: calls.append((path, options)))
     config = OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}}})
     callback = ReportCallback(reference="msp")
     callback.on_multirun_start(config)
@@ -410,9 +410,11 @@ def test_trouble_with_the_report_never_fails_the_sweep(sweep, monkeypatch, caplo
     def broken(*arguments, **options):
         raise OSError("disk full")
 
-    monkeypatch.setattr(command, "report_multirun", broken)
+    monkeypatch.setattr(command, "report_runs", broken)
     config = OmegaConf.create({"hydra": {"sweep": {"dir": str(sweep[0])}}})
     with caplog.at_level(logging.WARNING):
-        ReportCallback().on_multirun_end(config)
+        callback = ReportCallback()
+        callback.on_multirun_start(config)
+        callback.on_multirun_end(config)
     (record,) = caplog.records
     assert "disk full" in record.getMessage()
