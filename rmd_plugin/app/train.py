@@ -52,6 +52,8 @@ def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
     Returns:
         The best value of what the checkpoints are chosen by, the validation accuracy; None where nothing was trained.
     """
+    if cfg.weights not in ("best", "last"):
+        raise ValueError(f"weights must be best or last, got {cfg.weights!r}.")
     folder = RunFolder(cfg.paths.output_dir)
     if cfg.resume and folder.done:
         log.info("finished before, not run again: %s", folder.path)
@@ -120,8 +122,6 @@ def _new_backbone(cfg: DictConfig, benchmark: OODBenchmark) -> Backbone:
 
 def _after_fit(cfg: DictConfig, trainer: pl.Trainer, backbone: Backbone, folder: RunFolder) -> float | None:
     """Write the history, put the weights to be compared into the backbone, and return their score."""
-    if cfg.weights not in ("best", "last"):
-        raise ValueError(f"weights must be best or last, got {cfg.weights!r}.")
     monitors = [item for item in trainer.callbacks if isinstance(item, OODMonitor)]  # type: ignore[attr-defined]
     history = [row for monitor in monitors for row in monitor.history]
     if trainer.is_global_zero and history:
