@@ -31,13 +31,13 @@ class Digits(pl.LightningModule):
 
 
 x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
-x, known = x.float() / 16, y < 6
-x_known, y_known = x[known], y[known]
-train = DataLoader(TensorDataset(x_known[:800], y_known[:800]), batch_size=64, shuffle=True)
-val = DataLoader(TensorDataset(x_known[800:], y_known[800:]), batch_size=64)
-unknown = DataLoader(TensorDataset(x[~known], -torch.ones(int((~known).sum())).long()), batch_size=64)
+x, is_id = x.float() / 16, y < 6
+x_id, y_id = x[is_id], y[is_id]
+train = DataLoader(TensorDataset(x_id[:800], y_id[:800]), batch_size=64, shuffle=True)
+val = DataLoader(TensorDataset(x_id[800:], y_id[800:]), batch_size=64)
+ood = DataLoader(TensorDataset(x[~is_id], -torch.ones(int((~is_id).sum())).long()), batch_size=64)
 
-monitor = OODMonitor({"rmd": RMD(), "md": Mahalanobis()}, head="fc", ood={"6-9": unknown})  # (*)
+monitor = OODMonitor({"rmd": RMD(), "md": Mahalanobis()}, head="fc", ood={"6-9": ood})  # (*)
 trainer = pl.Trainer(max_epochs=5, callbacks=[monitor], logger=False, enable_checkpointing=False)  # (*)
 trainer.fit(Digits(), train, val)
 for name in ("rmd", "md"):

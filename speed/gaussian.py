@@ -55,8 +55,8 @@ def features(width: int, classes: int, samples: int, test: int, condition: float
     y = torch.arange(samples) % classes
     z = (normal(samples, width) + centres[y]) @ mix + 0.5
     half = test // 2
-    inlier = normal(half, width) + centres[y[:half]]
-    x = torch.cat([inlier, 1.5 * normal(test - half, width)]) @ mix + 0.5
+    id_samples = normal(half, width) + centres[y[:half]]
+    x = torch.cat([id_samples, 1.5 * normal(test - half, width)]) @ mix + 0.5
     return z, y, x
 
 

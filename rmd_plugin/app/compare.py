@@ -13,6 +13,7 @@ from rmd_plugin.app.configs import repeatable
 from rmd_plugin.app.errors import whole_number
 from rmd_plugin.app.parts import (
     about,
+    check_backbone_takes,
     choose_device,
     make_backbone,
     make_benchmark,
@@ -43,6 +44,7 @@ def compare(cfg: DictConfig) -> None:
         benchmark = make_benchmark(cfg)
         num_classes = benchmark.num_classes if cfg.head == "own" else None
         backbone = make_backbone(cfg, benchmark, num_classes=num_classes)
+        check_backbone_takes(cfg, backbone, benchmark)
         extractor = make_extractor(cfg, benchmark, backbone, device)
         result = evaluate(cfg, extractor, folder, remark=_remark(cfg, backbone))
         print(f"Written to {folder.path}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Container, Sequence
 from importlib.resources import files
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +54,16 @@ def _root() -> Any:
     return files(place.removeprefix("pkg://")) if place.startswith("pkg://") else Path(place)
 
 
+def _user_folder() -> list[Path]:
+    """The ``--config-dir`` of this command, if it has one."""
+    words = [part for word in sys.argv for part in word.split("=", 1)]
+    return [Path(folder) for flag, folder in pairwise(words) if flag in ("--config-dir", "-cd")]
+
+
 def group_choices(group: str) -> list[str]:
     """Names of the configs of a group, those of folders below it as ``folder/name``; hidden ones start with ``_``."""
     found: list[str] = []
-    for root in (_root(), _root().joinpath("shared")):
+    for root in (_root(), _root().joinpath("shared"), *_user_folder()):
         place = root.joinpath(*group.split("/"))
         for item in sorted(place.iterdir(), key=lambda item: item.name) if place.is_dir() else ():
             if item.name.endswith(".yaml") and not item.name.startswith("_"):

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException, MissingConfigException
@@ -24,6 +25,10 @@ log = logging.getLogger(__name__)
 _FULL = "HYDRA_FULL_ERROR"
 #: whether the user asked for whole tracebacks, before :func:`hydra_errors` asks for them itself
 _asked = os.environ.get(_FULL, "0")
+
+
+#: plugins of Hydra and the extras that bring them
+_PLUGIN_EXTRAS = {"joblib": "sweep", "submitit": "sweep", "ray": "ray", "optuna": "optuna"}
 
 
 class JobError(CompactHydraException):
@@ -85,6 +90,9 @@ def explain(error: BaseException) -> str:
         if group.startswith("experiment/"):
             group, _, above = group.partition("/")
             choice = f"{above}/{choice}"
+        plugin = choice.partition("_")[0]
+        if group in ("hydra/launcher", "hydra/sweeper") and plugin in _PLUGIN_EXTRAS:
+            return f"{missing_extra(f'hydra-{plugin}', _PLUGIN_EXTRAS[plugin], needed_by=f'{group}={choice}')}."
         known = {*group_choices(group), *(error.options or ())}  # Hydra's own and the user's are not among ours
         choices = sorted(name for name in known if not name.startswith("_"))
         return f"there is no {group or 'config'}={choice}.{closest(choice, choices)} There are: {', '.join(choices)}."
@@ -94,16 +102,26 @@ def explain(error: BaseException) -> str:
             name, keys = str(cause.full_key), [str(key) for key in cause.parent_node]
             where, _, key = name.rpartition(".")
             keys = [item for item in keys if not item.startswith("_") and item != "hydra"]
-            hint = closest(key, keys, prefix=f"{where}." if where else "") or f" There are: {', '.join(keys)}."
+            hint = closest(key, keys, prefix=f"{where}." if where else "") or _elsewhere(cause.parent_node, where, key)
+            hint = hint or f" There are: {', '.join(keys)}."
             return f"there is no option {name}.{hint} To add a new one: +{name}=VALUE."
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, InterpolationResolutionError) and "resolving interpolation: " in text:
+        return text.partition("resolving interpolation: ")[2].partition(" full_key:")[0]  # a sentence of our resolvers
     if missing := re.search(r"hydra_plugins\.hydra_(joblib|submitit|ray|optuna)\w*", text):
-        extra = {"ray": "ray", "optuna": "optuna"}.get(missing[1], "sweep")
-        return f"{missing_extra(missing[0], extra, needed_by=missing[1])}."
+        return f"{missing_extra(missing[0], _PLUGIN_EXTRAS[missing[1]], needed_by=missing[1])}."
     if not causes:
         return text
     # "Error merging override X", and only the cause says that X must be a number
     return f"{text}: {str(causes[-1]).splitlines()[0]}." if error not in causes else str(error).splitlines()[0]
+
+
+def _elsewhere(node: Any, where: str, key: str) -> str:
+    """Where an option of that name is, or the choice that brings it."""
+    if key in group_choices(where):
+        return f' Choose it first: "{where}=[default,{key}]".'
+    found = [f"{where}.{name}.{key}" for name in node if OmegaConf.is_dict(node[name]) and key in node[name]]
+    return f" Did you mean {found[0].lstrip('.')}?" if found else ""
 
 
 def closest(word: str, choices: Iterable[str], *, prefix: str = "") -> str:

@@ -67,19 +67,21 @@ def make_backbone(cfg: DictConfig, benchmark: OODBenchmark, *, num_classes: int 
     return as_backbone(build(node, **changes))
 
 
-def check_backbone_takes(cfg: DictConfig, backbone: Backbone, sample: object) -> None:
-    """Encode one sample, so that a backbone for other data is refused before anything is trained.
+def check_backbone_takes(cfg: DictConfig, backbone: Backbone, benchmark: OODBenchmark) -> None:
+    """Encode one sample, so that a backbone for other data is refused before anything is trained or compared.
 
     Raises:
         ValueError: with both names, what the sample is, and what would take it.
     """
-    if not isinstance(sample, Tensor):
-        raise ValueError(_misfit(cfg, sample))
-    like = next(backbone.encoder.parameters(), sample)
+    split, transform = benchmark.fit_set(), backbone.test_transform
+    sample = split[0][0]
     try:
+        if transform is not None:
+            sample = split.with_transform(transform)[0][0]
+        like = next(backbone.encoder.parameters(), sample)
         with evaluating(backbone.encoder), torch.no_grad():
             backbone.encoder(sample.unsqueeze(0).to(like.device))
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(_misfit(cfg, sample)) from error
 
 

@@ -54,6 +54,8 @@ def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
     """
     if cfg.weights not in ("best", "last"):
         raise ValueError(f"weights must be best or last, got {cfg.weights!r}.")
+    if cfg.head not in ("own", "auto", "linear_probe", None):
+        raise ValueError(f"head must be own, auto, linear_probe or null, got {cfg.head!r}.")
     folder = RunFolder(cfg.paths.output_dir)
     if cfg.resume and folder.done:
         log.info("finished before, not run again: %s", folder.path)
@@ -64,7 +66,7 @@ def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
     command = command or current_command("rmd-train")
     running = folder.running(config=repeatable(cfg, "train"), about=about(cfg), command=command)
     with logged_warnings(), nullcontext() if helps_to_train() else running:
-        make_detectors(cfg)  # a wrong choice is said before hours of training
+        make_detectors(cfg)
         benchmark = make_benchmark(cfg)
         backbone = _new_backbone(cfg, benchmark)
         data = BenchmarkData(
@@ -75,17 +77,20 @@ def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
             num_workers=cfg.num_workers,
             seed=cfg.seed,
         )
-        check_backbone_takes(cfg, backbone, data.fit_dataloader().dataset[0][0])
+        check_backbone_takes(cfg, backbone, benchmark)
+        # all that can be wrong with the options is said before hours of training
+        if cfg.train:
+            module = Classifier(backbone, **instantiate(cfg.optimizer))
+            check_optimizer(module)
+            trainer = make_trainer(cfg.trainer, callbacks=make_callbacks(cfg), logger=make_loggers(cfg) or False)
+            start = resume_point(cfg, backbone, folder)
         if cfg.pretrain:
             pretrain(cfg, backbone, data, folder)
 
         score, interrupted = None, False
         if cfg.train:
-            module = Classifier(backbone, **instantiate(cfg.optimizer))
-            check_optimizer(module)
-            trainer = make_trainer(cfg.trainer, callbacks=make_callbacks(cfg), logger=make_loggers(cfg) or False)
             with stoppable(trainer), single_job():
-                trainer.fit(module, datamodule=data, ckpt_path=resume_point(cfg, backbone, folder))
+                trainer.fit(module, datamodule=data, ckpt_path=start)
             score, interrupted = _after_fit(cfg, trainer, backbone, folder), trainer.interrupted
             if helps_to_train():  # a further process of DDP
                 return None
@@ -132,6 +137,8 @@ def _after_fit(cfg: DictConfig, trainer: pl.Trainer, backbone: Backbone, folder:
         raise KeyboardInterrupt
     if cfg.weights == "best" and best:
         _load(backbone, Path(best))
+    elif cfg.weights == "best":
+        log.warning("no callback keeps the best weights (callbacks=checkpoint): the last ones are compared")
     elif cfg.weights == "last" and not trainer.interrupted:
         # of the very end: what came after the last validation counts, and averaged weights too
         trainer.save_checkpoint(folder.path / CHECKPOINTS / "last.ckpt")

@@ -35,6 +35,8 @@ def make_trainer(node: DictConfig, **ours: Any) -> pl.Trainer:
             raise ValueError(
                 f"trainer.{name} is no argument of {node._target_} {pl.__version__}; it has {', '.join(known)}."
             )
+    for name in given.keys() & ours.keys() & {"callbacks", "logger"}:
+        raise ValueError(f"trainer.{name} comes from {name}=: add one by +{name}.NAME._target_=package.Class.")
     _check_kinds(kind, given)
     if given.get("sync_batchnorm") == _AUTO:
         given["sync_batchnorm"] = evaluation_device(given) != torch.device("cpu")

@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader
 from rmd_plugin.atomic import replacing
 from rmd_plugin.paper.published import ADDRESS, TITLE
 from rmd_plugin.paper.result import PaperNumber
-from rmd_plugin.report.names import SUMMARY
+from rmd_plugin.paper.studies import SUMMARY
 from rmd_plugin.report.table import Cell, Column, Table, to_markdown
 
 

@@ -122,7 +122,7 @@ def network_figure(arrays: Arrays, activations: Sequence[str]) -> Figure:
         for line, activation in zip(grid, activations, strict=True):
             for axes, name in zip(line, _BOTH, strict=True):
                 key = f"{activation}/{name}"
-                _histogram(axes, arrays[f"{key}/id"], arrays[f"{key}/ood"], "outlier score")
+                _histogram(axes, arrays[f"{key}/id"], arrays[f"{key}/ood"], "OOD score")
                 axes.set_title(f"{label(name)} on {activation} units", fontsize=SMALL + 2)
     return figure
 

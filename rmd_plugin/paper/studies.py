@@ -14,8 +14,8 @@ from hydra.core.global_hydra import GlobalHydra
 from rich.console import Console
 from rich.table import Table
 
-from rmd_plugin.report.names import SUMMARY
-
+#: what a study leaves in its folder when it is finished
+SUMMARY = "study.json"
 SCALES = ("small", "paper")
 SIMULATION = "simulation"
 

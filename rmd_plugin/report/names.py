@@ -24,8 +24,6 @@ DASHES: tuple[tuple[int, tuple[float, ...]], ...] = (
     (0, ()), (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (9, 2)),
 )  # fmt: skip
 
-#: what a study of ``rmd-reproduce`` leaves in its folder when it is finished
-SUMMARY = "study.json"
 
 #: detectors of this package; the others come from pytorch-ood or from the user
 OURS = ("rmd", "mahalanobis", "marginal", "partial", "flow_likelihood", "relative_flow")

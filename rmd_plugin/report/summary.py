@@ -277,7 +277,7 @@ def _notes(summary: Summary, differences: Iterable[Difference]) -> Iterator[str]
     bad = bad.sort_values(["group", "status"], kind="stable")
     for (*key, status, reason), part in bad.groupby([*GROUP, "status", "reason"], sort=False):
         names = ", ".join(map(label, part["detector"].unique()))
-        verb = "failed" if status == "failed" else "not served"
+        verb = "failed" if status == "failed" else "not supported"
         count, total = part["seed"].nunique(), len(summary.groups[Group(*key)])
         yield f"{Group(*key)}: {names} {verb} in {count} of {total} runs ({reason})."
     missing = count_outcomes(run for run in summary.runs if run.outcome != "done")

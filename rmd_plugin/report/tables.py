@@ -95,10 +95,10 @@ def _notes(rows: list[Row]) -> list[str]:
         elif row.reason:
             notes.append(f"No accuracy: {row.reason}.")
     about = [row for row in rows if row.detector and row.reason]
-    for status, opening in (("ok", "Remark"), ("failed", "Failed"), ("skipped", "Not served")):
+    for status, opening in (("ok", "Remark"), ("failed", "Failed"), ("skipped", "Not supported")):
         for reason in unique((row for row in about if row.status == status), "reason"):
             who = unique((row for row in about if row.status == status and row.reason == reason), "detector")
-            notes.append(f"{opening}: {', '.join(map(label, who))} ({reason}).")
+            notes.append(f"{opening}: {', '.join(map(label, who))} ({reason.rstrip('.')}).")
     return notes
 
 

@@ -213,6 +213,7 @@ def test_a_multirun_makes_one_folder_per_job(run, tmp_path):
         (["head=own", "backbone.num_classes=7"], "identity has a head for 7 classes and simulation has 2 classes"),
         (["detector=[]"], "no detector is chosen"),
         (["batch_size=0"], "batch_size must be >= 1"),
+        (["backbone=wrn40_2"], "backbone=wrn40_2 cannot take the samples of benchmark=simulation"),
         (["benchmark.sigma=-1"], "sigma must be above 0"),
     ],
 )

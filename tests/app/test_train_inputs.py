@@ -27,7 +27,7 @@ def test_small_backbones_take_pictures_and_vectors(benchmark, backbone):
     data = make_benchmark(config)
     network = make_backbone(config, data, num_classes=data.num_classes)
     sample = data.train_set()[0][0]
-    check_backbone_takes(config, network, sample)
+    check_backbone_takes(config, network, data)
     assert network(torch.stack([sample, sample])).shape == (2, data.num_classes)
     assert network.training, "the look at a sample left the network in evaluation mode"
 
@@ -46,7 +46,7 @@ def test_a_backbone_for_other_data_is_refused_with_both_names_and_a_remedy():
     data = make_benchmark(config)
     network = make_backbone(config, data, num_classes=2)
     with pytest.raises(ValueError, match=r"backbone=wrn40_2 .*benchmark=simulation.*\(10,\).*Choose backbone=mlp"):
-        check_backbone_takes(config, network, data.train_set()[0][0])
+        check_backbone_takes(config, network, data)
 
 
 @pytest.mark.parametrize("backbone", ["small_cnn", "mlp"])

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import config_kit
 import pytest
 import torch
+from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
 from rmd_plugin.app.commands import train as main
@@ -72,6 +73,10 @@ def watched(folder):
         (["+callbacks.mine.patience=3"], "callbacks.mine needs a class: +callbacks.mine._target_=package.Class."),
         (["+callbacks.mine._target_=builtins.dict"], "callbacks.mine is a dict, expected a Lightning Callback"),
         (["weights=first"], "weights must be best or last, got 'first'"),
+        (["head=nope"], "head must be own, auto, linear_probe or null, got 'nope'"),
+        (["+trainer.callbacks=[1]"], "trainer.callbacks comes from callbacks=: add one by +callbacks.NAME._target_="),
+        (["optimizer.lr=0.1"], "there is no option optimizer.lr. Did you mean optimizer.optimizer.lr?"),
+        (["callbacks.early_stopping.patience=3"], 'Choose it first: "callbacks=[default,early_stopping]"'),
     ],
 )
 def test_what_the_user_can_fix_is_one_line(train, tmp_path, options, message):
@@ -127,6 +132,8 @@ def test_a_launcher_that_is_not_installed_names_its_extra():
     assert 'pip install "rmd-plugin[sweep]", or in a checkout pip install -e ".[sweep]"' in sentence("joblib")
     assert "[sweep]" in sentence("submitit")
     assert "[ray]" in sentence("ray")
+    for choice, extra in (("hydra/launcher/ray", "ray"), ("hydra/sweeper/optuna", "optuna")):
+        assert f"[{extra}]" in explain(MissingConfigException("", missing_cfg_file=choice))
 
 
 # -- monitor ------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_intervals_times_and_the_reasons_of_failures_are_in_the_table():
     assert table.notes == [
         "Accuracy on the in-distribution test set: 97.50 % (linear probe).",
         "Failed: ViM (ValueError: too wide).",
-        "Not served: Gram, RankFeat (needs maps).",
+        "Not supported: Gram, RankFeat (needs maps).",
     ]
 
 
@@ -186,7 +186,7 @@ def test_the_terminal_shows_the_best_in_bold_and_all_text_when_narrow():
     assert "[88.0–91.5]" in narrow.file.getvalue()
     assert "12.3" in narrow.file.getvalue()
     assert max(map(len, narrow.file.getvalue().splitlines())) <= 90
-    assert "Not served: Gram, RankFeat (needs maps)." in narrow.file.getvalue()
+    assert "Not supported: Gram, RankFeat (needs maps)." in narrow.file.getvalue()
 
 
 def test_a_name_in_square_brackets_is_not_taken_for_markup():
