@@ -74,7 +74,7 @@ def check_backbone_takes(cfg: DictConfig, backbone: Backbone, benchmark: OODBenc
         ValueError: with both names, what the sample is, and what would take it.
     """
     split, transform = benchmark.fit_set(), backbone.test_transform
-    sample = split[0][0]
+    sample: Any = split[0][0]
     try:
         if transform is not None:
             sample = split.with_transform(transform)[0][0]
