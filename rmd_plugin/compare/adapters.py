@@ -93,7 +93,7 @@ class NotSupported(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class NetworkParts:
     """What there is to build detectors from; None for what there is not."""
 
     feature_dim: int | None = None  #: D
@@ -196,7 +196,7 @@ def detector_class(factory: object) -> type[Detector] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Detector) else None
 
 
-def build(factory: Factory, parts: Parts) -> Adapter:
+def build(factory: Factory, parts: NetworkParts) -> Adapter:
     """Build a detector.
 
     Args:
@@ -209,7 +209,7 @@ def build(factory: Factory, parts: Parts) -> Adapter:
 
     Example:
         >>> from rmd_plugin import RMD
-        >>> build(RMD, Parts(feature_dim=8, num_classes=2)).scored_on
+        >>> build(RMD, NetworkParts(feature_dim=8, num_classes=2)).scored_on
         <Representation.FEATURES: 'features'>
     """
     kind = detector_class(factory)
@@ -236,7 +236,9 @@ def _has_dropout(model: nn.Module) -> bool:
     return any(getattr(module, "p", 0) > 0 for module in model.modules() if "Dropout" in type(module).__name__)
 
 
-def _arguments(kind: type[Detector], options: Mapping[str, Any], parts: Parts, fed: Representation) -> dict[str, Any]:
+def _arguments(
+    kind: type[Detector], options: Mapping[str, Any], parts: NetworkParts, fed: Representation
+) -> dict[str, Any]:
     """Arguments of a detector: its options, and whatever else it asks for and there is.
 
     Raises:
@@ -287,28 +289,28 @@ _MISSING = {
 }
 
 
-def _need(parts: Parts, name: str) -> Any:
+def _need(parts: NetworkParts, name: str) -> Any:
     value = getattr(parts, name, None)
     if value is None:
         raise NotSupported(_MISSING[name])
     return value
 
 
-def _head(parts: Parts) -> nn.Linear:
+def _head(parts: NetworkParts) -> nn.Linear:
     # a copy: detectors move, and some change, what they are given
     return deepcopy(_need(parts, "head"))
 
 
-def _head_on(parts: Parts, fed: Representation) -> nn.Module:
+def _head_on(parts: NetworkParts, fed: Representation) -> nn.Module:
     return nn.Sequential(nn.Flatten(1), _head(parts)) if fed is _MAPS else _head(parts)
 
 
-def _bias(parts: Parts, _fed: Representation) -> Tensor:
+def _bias(parts: NetworkParts, _fed: Representation) -> Tensor:
     head = _head(parts)
     return torch.zeros(head.out_features) if head.bias is None else head.bias.detach()
 
 
-def _model(parts: Parts, fed: Representation) -> nn.Module | None:
+def _model(parts: NetworkParts, fed: Representation) -> nn.Module | None:
     if fed is _LOGITS:
         return None  # logits are handed over as they are
     if fed is _HEAD:
@@ -316,7 +318,7 @@ def _model(parts: Parts, fed: Representation) -> nn.Module | None:
     return nn.Sequential(_need(parts, "encoder"), _head(parts)).eval() if parts.model is None else parts.model
 
 
-_PROVIDERS: Mapping[str, Callable[[Parts, Representation], Any]] = {
+_PROVIDERS: Mapping[str, Callable[[NetworkParts, Representation], Any]] = {
     "encoder": lambda parts, fed: _need(parts, "encoder") if fed is _INPUTS else None,
     "backbone": lambda parts, _: None,
     "model": _model,

@@ -17,7 +17,7 @@ from pytorch_ood.metrics.functional import accuracy
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from rmd_plugin.compare.adapters import Adapter, Factory, NotSupported, Parts, Representation, build
+from rmd_plugin.compare.adapters import Adapter, Factory, NetworkParts, NotSupported, Representation, build
 from rmd_plugin.compare.bootstrap import Bootstrap
 from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor, SplitFeatures
 from rmd_plugin.compare.metrics import compare_scores
@@ -200,13 +200,13 @@ class _Run:
             self.encoded(split)  # here, so that it does not count as a detector's time
         return built
 
-    def _parts(self) -> Parts:
+    def _parts(self) -> NetworkParts:
         extractor = self.extractor
         sample = extractor.dataset(TEST)[0][0]
         std = getattr(getattr(extractor.dataset(TEST), "transform", None), "std", None)
         embed = getattr(extractor.backbone, "text_embeddings", None)
         names = extractor.benchmark.class_names
-        return Parts(
+        return NetworkParts(
             feature_dim=self.train.features.shape[1],
             num_classes=self.num_classes,
             encoder=extractor.encoder,

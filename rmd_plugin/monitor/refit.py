@@ -29,7 +29,7 @@ _MOMENTS, _LOGITS, _INPUTS = Representation.MOMENTS, Representation.LOGITS, Repr
 
 
 @dataclass
-class Outcome:
+class FitOutcome:
     """How the fit of one detector went."""
 
     seconds: float = 0.0  #: of the shared pass over the data, and the detector's own fit
@@ -123,25 +123,25 @@ class Refit:
 
     def finish(
         self, adapters: Mapping[str, Adapter], trainer: pl.Trainer, data: Iterable[tuple[Any, Tensor]], seed: int
-    ) -> dict[str, Outcome]:
+    ) -> dict[str, FitOutcome]:
         """Fit the detectors. Every process has to call it, and gives all detectors the same fit.
 
         The adapters have the same names as before; ``data`` is the whole set, for detectors that are fitted on inputs.
         """
         module, anywhere = trainer.lightning_module, partial(trainer.strategy.reduce_boolean_decision, all=False)
-        outcomes: dict[str, Outcome] = {}
+        outcomes: dict[str, FitOutcome] = {}
         for group in self._groups.values():
             start = time.perf_counter()
             failed = anywhere(group.error is not None)
             rows = None if failed else self._collect(group)
             shared = self.seconds + time.perf_counter() - start
             for name in group.names:
-                outcomes[name] = Outcome(shared, group.error, failed)
+                outcomes[name] = FitOutcome(shared, group.error, failed)
                 if rows is not None:
                     _attempt(outcomes[name], adapters[name], rows, module, seed)
         for name, adapter in adapters.items():
             if adapter.fitted_on is _INPUTS:
-                outcomes[name] = Outcome()
+                outcomes[name] = FitOutcome()
                 _attempt(outcomes[name], adapter, data, module, seed)
         for outcome in outcomes.values():
             outcome.failed = anywhere(outcome.failed or outcome.error is not None)
@@ -216,7 +216,7 @@ def _options(metric: Metric) -> tuple[Any, ...]:
     return (type(metric), *settings)
 
 
-def _attempt(outcome: Outcome, adapter: Adapter, data: Any, module: nn.Module, seed: int) -> None:
+def _attempt(outcome: FitOutcome, adapter: Adapter, data: Any, module: nn.Module, seed: int) -> None:
     start = time.perf_counter()
     try:
         with visiting(module, seed), torch.inference_mode(False), torch.enable_grad():

@@ -9,10 +9,10 @@ from pytorch_ood.api import Detector
 from torch import nn
 
 import rmd_plugin
-from rmd_plugin.compare.adapters import Adapter, NotSupported, Parts, adopt, build, detector_class
+from rmd_plugin.compare.adapters import Adapter, NetworkParts, NotSupported, adopt, build, detector_class
 from rmd_plugin.encoding.batch_encoder import BatchEncoder
 from rmd_plugin.encoding.batches import EncodingError
-from rmd_plugin.monitor.refit import Outcome
+from rmd_plugin.monitor.refit import FitOutcome
 from rmd_plugin.monitor.snapshot import restore_snapshot, take_snapshot
 
 #: a detector; a class or partial of one, built from what the network offers; a function of the network that makes one
@@ -42,7 +42,7 @@ class Roster:
         """Whether some are given as classes, which are built from what the network offers."""
         return any(detector_class(spec) is not None for spec in self._specs.values())
 
-    def build(self, module: nn.Module, parts: Parts, names: Iterable[str] | None = None) -> None:
+    def build(self, module: nn.Module, parts: NetworkParts, names: Iterable[str] | None = None) -> None:
         """Make the detectors that are given as functions of the module or as classes, anew if they were there.
 
         By default those that are not fitted, or whose fit a checkpoint holds. A class that needs what the network does
@@ -58,7 +58,7 @@ class Roster:
                 self._restore(name, self._snapshots.pop(name))
 
     @staticmethod
-    def _make(name: str, spec: Callable[..., Detector], module: nn.Module, parts: Parts) -> Adapter:
+    def _make(name: str, spec: Callable[..., Detector], module: nn.Module, parts: NetworkParts) -> Adapter:
         if detector_class(spec) is not None:
             try:
                 return build(spec, parts)
@@ -81,7 +81,7 @@ class Roster:
         """Detectors that cannot score now, and why."""
         return {name: reason for name, reason in self.unfit.items() if self.adapters[name].detector.requires_fit}
 
-    def note(self, outcomes: Mapping[str, Outcome], *, epoch: int, step: int) -> list[str]:
+    def note(self, outcomes: Mapping[str, FitOutcome], *, epoch: int, step: int) -> list[str]:
         """Note which detectors were fitted, and return a sentence for each reason why some were not."""
         reasons: dict[str, list[str]] = {}
         for name, outcome in outcomes.items():
@@ -134,7 +134,7 @@ class Roster:
         self.unfit[name] = reason
 
 
-def parts_of(encoder: BatchEncoder, *, head: str | None, seed: int) -> Parts:
+def parts_of(encoder: BatchEncoder, *, head: str | None, seed: int) -> NetworkParts:
     """What a network offers to build detectors from.
 
     Where ``encoder`` has not found the head yet, it is taken to be ``head`` or, by default, the last ``nn.Linear``.
@@ -150,8 +150,8 @@ def parts_of(encoder: BatchEncoder, *, head: str | None, seed: int) -> Parts:
     except EncodingError:
         model = None
     if not isinstance(layer, nn.Linear):
-        return Parts(model=model, seed=seed)
-    return Parts(layer.in_features, layer.out_features, head=layer, model=model, seed=seed)
+        return NetworkParts(model=model, seed=seed)
+    return NetworkParts(layer.in_features, layer.out_features, head=layer, model=model, seed=seed)
 
 
 def _read(specs: Any) -> dict[str, Spec]:

@@ -20,15 +20,15 @@ _ROWS = 2048
 _QUANTILES = (0.1, 0.9)
 
 
-class Directions(NamedTuple):
-    """Directions along which the distances are taken apart, see :func:`fit_directions`."""
+class SpectrumDirections(NamedTuple):
+    """SpectrumDirections along which the distances are taken apart, see :func:`fit_directions`."""
 
     module: QuadraticScore  #: coordinates u = (z - mu_0) A, with unit variance within the classes, and class points
     background: Tensor  #: variance of all training samples along each direction, shape (q,)
 
 
-def fit_directions(moments: Moments, *, discriminative: bool = False) -> Directions:
-    """Directions of unit within-class variance, and the class-independent variance along each.
+def fit_directions(moments: Moments, *, discriminative: bool = False) -> SpectrumDirections:
+    """SpectrumDirections of unit within-class variance, and the class-independent variance along each.
 
     The paper's choice are the eigenvectors of Sigma by descending eigenvalue, with one background Gaussian per
     direction. The terms of MD add up to MD; those of RMD leave out the background's correlations.
@@ -45,10 +45,10 @@ def fit_directions(moments: Moments, *, discriminative: bool = False) -> Directi
         parameters |= {"projection": parameters["projection"] @ rotation, "points": points}
     # within-class variance is one along every direction, so the total is one more than that of the class means
     background = 1 + (shares[:, None] * points.square()).sum(0)
-    return Directions(QuadraticScore(parameters, torch.float64), background)
+    return SpectrumDirections(QuadraticScore(parameters, torch.float64), background)
 
 
-def contributions(directions: Directions, z: Tensor) -> tuple[Tensor, Tensor]:
+def contributions(directions: SpectrumDirections, z: Tensor) -> tuple[Tensor, Tensor]:
     """Terms of MD and of RMD for z (B, D) along each direction, for the nearest class: (B, q) each, in float32."""
     module = directions.module
     distance, relative = [], []

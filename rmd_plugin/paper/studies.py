@@ -125,12 +125,12 @@ def check_cells(studies: Iterable[str], scale: str, cells: Iterable[object] | No
 def list_studies(root: Path) -> None:
     """Print what can be run, and what was."""
     table = Table(box=None, pad_edge=False, title="rmd-reproduce study=NAME scale=small|paper", title_justify="left")
-    for title in ("study", "of the paper", "cells (small / paper)", "done"):
+    for title in ("study", "of the paper", "cells (small)", "done"):
         table.add_column(title, justify="left")
     for name, study in STUDIES.items():
-        counts = " / ".join(str(len(experiments(name, scale))) for scale in SCALES)
+        cells = ", ".join(map(cell_name, experiments(name, "small")))
         done = ", ".join(scale for scale in SCALES if (root.parent / scale / name / SUMMARY).is_file())
-        table.add_row(name, study.about, counts, done or "-")
+        table.add_row(name, study.about, cells or "-", done or "-")
     Console().print(table)
 
 

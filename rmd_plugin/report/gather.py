@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rmd_plugin.compare.rows import Row
-from rmd_plugin.report.run_folder import ROWS, STATUS, Identity, RunFolder, RunStatus
+from rmd_plugin.report.run_folder import ROWS, STATUS, RunFolder, RunIdentity, RunStatus
 
 Outcome = Literal["done", "failed", "unfinished", "unreadable"]
 
@@ -40,7 +40,7 @@ class Run:
     reason: str = ""
     rows: Sequence[Row] = ()
     #: ``benchmark``, ``backbone`` and ``seed``, as far as they are known
-    about: Identity = field(default_factory=dict)
+    about: RunIdentity = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     #: in what its config differs from the other runs of its benchmark and backbone
     setting: str = ""

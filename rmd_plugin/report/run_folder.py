@@ -37,7 +37,7 @@ DIRECTIONS = "directions.npz"  # contributions along the directions of a detecto
 REPORT = "report.html"  # the page about the run
 
 State = Literal["running", "done", "failed", "interrupted"]
-Identity = Mapping[str, str | int]
+RunIdentity = Mapping[str, str | int]
 
 #: columns of the history, and how each is read
 _HISTORY_COLUMNS: Mapping[str, Callable[[str], Any]] = {
@@ -58,7 +58,7 @@ class RunStatus:
     #: why it failed, on one line
     reason: str = ""
     #: what the run is, known before it has rows: ``benchmark``, ``backbone``, ``seed``
-    about: Identity = field(default_factory=dict)
+    about: RunIdentity = field(default_factory=dict)
     started: str = ""
     ended: str = ""
     host: str = ""
@@ -124,7 +124,7 @@ class RunFolder:
 
     @contextmanager
     def running(
-        self, *, config: Any = None, about: Identity | None = None, command: str | None = None
+        self, *, config: Any = None, about: RunIdentity | None = None, command: str | None = None
     ) -> Iterator[RunFolder]:
         """Keep config, versions and status while a block runs: ``running``, then ``done`` or why not.
 
@@ -146,7 +146,7 @@ class RunFolder:
             raise
         self.finish()
 
-    def start(self, *, config: Any = None, about: Identity | None = None, command: str | None = None) -> None:
+    def start(self, *, config: Any = None, about: RunIdentity | None = None, command: str | None = None) -> None:
         """Write config, command and versions, and the status ``running``. See :meth:`running`."""
         if config is not None:
             self.write_config(config)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin import RMD, PartialMahalanobis
-from rmd_plugin.compare.adapters import NotSupported, Parts, Representation, adopt, build, detector_class
+from rmd_plugin.compare.adapters import NetworkParts, NotSupported, Representation, adopt, build, detector_class
 from rmd_plugin.encoding.batches import Encoded
 
 D, K = 12, 3
@@ -53,7 +53,7 @@ def data():
 @pytest.fixture(scope="module")
 def parts(data):
     net = data[0]
-    return Parts(feature_dim=D, num_classes=K, encoder=net.body, head=net.fc)
+    return NetworkParts(feature_dim=D, num_classes=K, encoder=net.body, head=net.fc)
 
 
 # the detector on features <-> the same on the network, as the framework documents it
@@ -116,7 +116,7 @@ def test_what_is_set_is_kept_and_what_is_null_is_filled_in(parts):
     assert build(functools.partial(framework.ViM, d=None), parts).detector.d == D // 2
     assert build(functools.partial(PartialMahalanobis, components=None), parts).detector.components == K - 1
     assert build(functools.partial(framework.KNN, k=7), parts).detector.k == 7
-    wide = Parts(feature_dim=512, num_classes=10, head=nn.Linear(512, 10))
+    wide = NetworkParts(feature_dim=512, num_classes=10, head=nn.Linear(512, 10))
     assert build(framework.ViM, wide).detector.d == 64
 
 
@@ -146,13 +146,13 @@ def test_calibrated_detectors_are_fitted_on_validation_data(parts):
 )
 def test_what_the_backbone_does_not_give_is_told_in_one_sentence(factory, change, reason, parts):
     with pytest.raises(NotSupported, match=reason) as caught:
-        build(factory, Parts(**{**vars(parts), **change}))
+        build(factory, NetworkParts(**{**vars(parts), **change}))
     assert "\n" not in str(caught.value)
 
 
 def test_dropout_and_text_embeddings_are_used_where_they_are(data):
     noisy = nn.Sequential(data[0].body, nn.Dropout(0.5))
-    rich = Parts(D, K, encoder=noisy, head=data[0].fc, text_embeddings=torch.eye(K, D))
+    rich = NetworkParts(D, K, encoder=noisy, head=data[0].fc, text_embeddings=torch.eye(K, D))
     assert build(framework.MCD, rich).scored_on is Representation.INPUTS
     scores = build(framework.MCM, rich).detector.predict_features(torch.eye(D)[:4])
     assert scores.argmax() == 3  # the only one that is no class
@@ -169,10 +169,10 @@ class Own(FeaturesDetector):
 
 
 def test_a_detector_of_the_users_own_is_served_by_the_names_of_its_parameters(parts):
-    detector = build(Own, Parts(**{**vars(parts), "seed": 9})).detector
+    detector = build(Own, NetworkParts(**{**vars(parts), "seed": 9})).detector
     assert (detector.encoder, detector.seed, detector.d) == (None, 9, 5)
     assert isinstance(detector.head, nn.Linear)
-    assert build(Own, Parts(D, K)).detector.head is None
+    assert build(Own, NetworkParts(D, K)).detector.head is None
 
 
 def test_detectors_get_their_own_copy_of_the_head(parts):
@@ -211,7 +211,7 @@ def test_a_detector_that_somebody_else_made_is_fed_by_what_it_offers(data):
 
 
 def test_a_whole_network_takes_the_place_of_encoder_and_head(data):
-    assert build(framework.ODIN, Parts(model=data[0])).detector.model is data[0]
+    assert build(framework.ODIN, NetworkParts(model=data[0])).detector.model is data[0]
 
 
 def test_detector_classes_are_told_from_functions():
