@@ -24,7 +24,8 @@ def test_there_is_a_config_for_every_benchmark_of_the_plan():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_config_names_its_command_its_class_and_the_class_s_own_defaults(name):
+def test_a_config_names_its_command_its_class_and_the_class_s_own_defaults(name, monkeypatch):
+    monkeypatch.delenv("RMD_DATA_DIR", raising=False)
     first = (config_kit.CONF / "benchmark" / f"{name}.yaml").read_text().splitlines()[0]
     assert first.startswith("# rmd-compare ")
     assert f"benchmark={name}" in first

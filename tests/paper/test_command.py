@@ -222,7 +222,7 @@ def test_without_a_study_the_command_lists_all_of_them_without_torch(tmp_path):
     made = config_kit.python("-c", code, cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert all(name in made.stdout for name in STUDIES)
-    assert "4 / 8" in made.stdout  # experiments of table 2
+    assert "cifar10_efficientnet" in made.stdout  # one of table 2
     assert made.stdout.splitlines()[-1] == "[]"
 
 
