@@ -22,6 +22,8 @@ def replacing(path: str | os.PathLike[str], mode: str = "w", *, newline: str | N
     try:
         with open(aside, mode, newline=newline, encoding=None if "b" in mode else "utf-8") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut could keep the new name and lose the content
         os.replace(aside, path)
     except BaseException:
         with suppress(OSError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from os import PathLike
 from typing import Any, cast
 
 import torch
@@ -17,14 +16,21 @@ from pytorch_ood.api import FeaturesDetector, ModelNotSetException, RequiresFitt
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from rmd_plugin.detectors.files import (
+    STATE_FORMAT,
+    File,
+    TensorSpec,
+    check_state,
+    check_tensors,
+    naming,
+    read_state,
+    write_state,
+)
 from rmd_plugin.detectors.functional import warn_numerical
 from rmd_plugin.encoding.features import check_features
 from rmd_plugin.encoding.loop import PairEncoder, encode_batches
 
 Encoder = Callable[[Tensor], Tensor]
-
-_FORMAT = 1
-_SIZES = ("num_classes", "num_features")
 
 
 class StatefulDetector(FeaturesDetector):
@@ -263,7 +269,7 @@ class StatefulDetector(FeaturesDetector):
         """What was fitted, as plain tensors and numbers. The encoder is not part of it."""
         self._require_fit()
         return {
-            "format": _FORMAT,
+            "format": STATE_FORMAT,
             "detector": type(self).__name__,
             "options": dict(self._fitted_options),
             "tensors": {name: tensor.detach().clone() for name, tensor in self._state.items()},
@@ -273,34 +279,54 @@ class StatefulDetector(FeaturesDetector):
         """Take over what :meth:`state_dict` gave, including the options it was fitted with.
 
         Raises:
-            ValueError: if the state belongs to another detector or to another format.
+            ValueError: if the state belongs to another detector or format, or no such fit can have left it.
         """
-        for name, value in _read_options(state, type(self).__name__).items():
+        options, sizes = _read_options(state, type(self))
+        tensors = state["tensors"]
+        type(self)(None, **options)._check_tensors(tensors, {"K": sizes["num_classes"], "D": sizes["num_features"]})
+        for name, value in options.items():
             setattr(self, name, value)
-        tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
-        return self._set_fitted(tensors, *(state["options"][size] for size in _SIZES))
+        return self._set_fitted({name: tensor.clone() for name, tensor in tensors.items()}, **sizes)
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the fitted detector to a file, without its encoder."""
-        torch.save(self.state_dict(), path)
+    def _layout(self) -> dict[str, TensorSpec]:
+        """What each tensor of the state must be; K and D are the numbers of classes and of features."""
+        return {}
+
+    def _check_tensors(self, tensors: dict[str, Tensor], sizes: dict[str, int]) -> None:
+        """Refuse tensors that a fit with these options cannot have left."""
+        check_tensors(tensors, self._layout(), sizes)
+        classes = tensors.get("classes")
+        if classes is None or classes.is_meta:
+            return
+        if not bool((classes.diff() > 0).all()) or not 0 <= int(classes[0]) <= int(classes[-1]) < sizes["K"]:
+            raise ValueError(f"the classes {classes.tolist()} do not ascend from 0 to at most {sizes['K'] - 1}.")
+
+    def save(self, path: File) -> None:
+        """Write the fitted detector to a file, without its encoder: safetensors with a checksum, under any name.
+
+        An error, a full disk say, leaves an earlier file as it was.
+        """
+        write_state(path, self.state_dict())
 
     @classmethod
-    def load(
-        cls, path: str | PathLike[str], encoder: Encoder | None = None, *, map_location: str | torch.device = "cpu"
-    ) -> Self:
+    def load(cls, path: File, encoder: Encoder | None = None, *, map_location: str | torch.device = "cpu") -> Self:
         """Read a fitted detector, whose scores are bitwise those of the saved one; nothing in the file is executed.
 
         Args:
-            path: file that :meth:`save` wrote.
+            path: file that :meth:`save` wrote, or ``torch.save(detector.state_dict(), path)``.
             encoder: encoder for ``predict``; not needed for ``predict_features``.
             map_location: device for the tensors.
+
+        Raises:
+            DetectorFileError: a ValueError; if the file is damaged or holds something else.
         """
-        return cls.from_state(torch.load(path, map_location=map_location, weights_only=True), encoder)
+        with naming(path):
+            return cls.from_state(read_state(path, map_location), encoder)
 
     @classmethod
     def from_state(cls, state: dict[str, Any], encoder: Encoder | None = None) -> Self:
         """Make a fitted detector from the result of :meth:`state_dict`."""
-        return cls(encoder, **_read_options(state, cls.__name__)).load_state_dict(state)
+        return cls(encoder, **_read_options(state, cls)[0]).load_state_dict(state)
 
     def to_module(self, dtype: torch.dtype | None = None) -> nn.Module:
         """The scoring as an ``nn.Module`` with buffers only, for ``torch.export``, ONNX or a model of your own.
@@ -319,7 +345,7 @@ def raise_if_interrupted(detector: object) -> None:
         raise KeyboardInterrupt
 
 
-def load_detector(state: dict[str, Any] | str | PathLike[str], encoder: Encoder | None = None) -> StatefulDetector:
+def load_detector(state: dict[str, Any] | File, encoder: Encoder | None = None) -> StatefulDetector:
     """Make a fitted detector from a saved file or a ``state_dict``, whichever of ours it belongs to.
 
     Args:
@@ -335,10 +361,14 @@ def load_detector(state: dict[str, Any] | str | PathLike[str], encoder: Encoder 
     """
     import rmd_plugin  # the package resolves public names lazily, so this import has to wait
 
-    content = state if isinstance(state, dict) else torch.load(state, map_location="cpu", weights_only=True)
-    _read_options(content)
-    detector: StatefulDetector = getattr(rmd_plugin, content["detector"]).from_state(content, encoder)
-    return detector
+    if not isinstance(state, dict):
+        with naming(state):
+            return load_detector(check_state(read_state(state)), encoder)
+    name = check_state(state)["detector"]
+    kind = getattr(rmd_plugin, name) if name in rmd_plugin.__all__ else None
+    if not isinstance(kind, type) or not issubclass(kind, StatefulDetector):
+        raise ValueError(f"{name} is no detector of rmd_plugin. Load it with the class that it belongs to.")
+    return kind.from_state(state, encoder)
 
 
 def check_integer(name: str, value: object, lowest: int) -> None:
@@ -353,16 +383,17 @@ def check_shrinkage(shrinkage: float | str) -> None:
         raise ValueError(f"shrinkage must be a number in [0, 1] or 'oas', got {shrinkage!r}.")
 
 
-def _read_options(state: object, expected: str | None = None) -> dict[str, Any]:
-    """Options in the state of a detector, which is checked first."""
-    if not isinstance(state, dict) or "detector" not in state or "tensors" not in state:
-        raise ValueError(
-            "this is not the state of a detector of rmd_plugin. Expected what state_dict() or save() gave."
-        )
-    if state["format"] != _FORMAT:
-        raise ValueError(
-            f"the state has format {state['format']}, expected {_FORMAT}. Was it written by a newer version?"
-        )
-    if expected is not None and state["detector"] != expected:
-        raise ValueError(f"the state belongs to {state['detector']}, expected {expected}. Load it with that class.")
-    return {name: value for name, value in state["options"].items() if name not in _SIZES}
+def _read_options(state: object, kind: type[StatefulDetector]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Options and sizes in the state of a detector, all of which are checked first."""
+    content, expected = check_state(state), kind.__name__
+    if content["detector"] != expected:
+        raise ValueError(f"the state belongs to {content['detector']}, expected {expected}. Load it with that class.")
+    options = dict(content["options"])
+    sizes = {size: options.pop(size, None) for size in ("num_classes", "num_features")}
+    for size, value in sizes.items():
+        check_integer(size, value, 1)
+    try:
+        kind(None, **options)
+    except TypeError as error:
+        raise ValueError(f"{expected} does not take the options {options} ({error}).") from None
+    return options, sizes

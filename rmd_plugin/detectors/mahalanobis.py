@@ -21,6 +21,7 @@ from typing_extensions import Self
 
 from rmd_plugin.detectors.base import Encoder, StatefulDetector, check_integer, check_shrinkage
 from rmd_plugin.detectors.class_moments import ClassMoments
+from rmd_plugin.detectors.files import TensorSpec
 from rmd_plugin.detectors.gaussian import (
     MAX_FLOAT32_AMPLIFICATION,
     QuadraticScore,
@@ -126,6 +127,13 @@ class GaussianDetector(StatefulDetector):
         """
         return self._map_chunks(z, lambda module, rows: module.contributions(rows))  # type: ignore[operator]
 
+    def _layout(self) -> dict[str, TensorSpec]:
+        q = "D" if self.covariance == "diagonal" else "q"
+        sizes = {"shift": "D", "projection": "D" if q == "D" else "D q", "weights": q, "points": f"k {q}"}
+        return {name: TensorSpec(size) for name, size in {**sizes, "amplification": ""}.items()} | {
+            "classes": TensorSpec("k", torch.int64)
+        }
+
     def _build_module(self, dtype: torch.dtype) -> nn.Module:
         return QuadraticScore(self._state, dtype, normalize=self._fitted_options["normalize"])
 
@@ -210,6 +218,11 @@ class MarginalMahalanobis(GaussianDetector):
 
     def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
         return fit_marginal(moments, shrinkage=self.shrinkage)
+
+    def _layout(self) -> dict[str, TensorSpec]:
+        layout = super()._layout()
+        del layout["classes"]
+        return layout | {"points": TensorSpec(layout["points"].sizes.replace("k", "1"))}
 
 
 class PartialMahalanobis(GaussianDetector):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from os import PathLike
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
+
+from rmd_plugin.detectors.files import File, TensorSpec, check_tensors, naming, read_state, write_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,17 +147,28 @@ class Moments:
         """The same moments with only the diagonal of the second moment."""
         return self if self.diagonal else replace(self, second=self.second.diagonal().clone())
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the moments to a file that :meth:`load` reads."""
-        torch.save(self, path)
+    def save(self, path: File) -> None:
+        """Write the moments to a file that :meth:`load` reads: safetensors with a checksum, whole at every moment."""
+        tensors = {name: getattr(self, name) for name in ("counts", "shift", "sums", "second")}
+        write_state(path, {"moments": {"normalized": self.normalized}, "tensors": tensors})
 
     @classmethod
-    def load(cls, path: str | PathLike[str], map_location: str | torch.device = "cpu") -> Self:
-        """Read moments that :meth:`save` wrote (``torch.load`` with ``weights_only=True``)."""
-        moments = torch.load(path, map_location=map_location, weights_only=True)
-        if not isinstance(moments, cls):
-            raise ValueError(f"{path} holds a {type(moments).__name__}, expected moments written by Moments.save.")
-        return moments
+    def load(cls, path: File, map_location: str | torch.device = "cpu") -> Self:
+        """Read moments that :meth:`save` wrote, or ``torch.save`` before; nothing in the file is executed.
+
+        Raises:
+            DetectorFileError: a ValueError; if the file is damaged or holds something else.
+        """
+        with naming(path):
+            state = read_state(path, map_location)
+            if isinstance(state, dict) and "moments" in state:
+                state = cls(**state["tensors"], **state["moments"])
+            if not isinstance(state, cls):
+                raise ValueError(f"it holds a {type(state).__name__}, expected moments written by Moments.save.")
+            second = "D" if state.diagonal else "D D"
+            sizes = {"counts": "K", "shift": "D", "sums": "K D", "second": second}
+            check_tensors(vars(state), {name: TensorSpec(size) for name, size in sizes.items()}, {})
+            return state
 
     def _class_roots(self) -> Tensor:
         # rows r_k with sum_k r_k r_k^T = sum_k S_k S_k^T / n_k

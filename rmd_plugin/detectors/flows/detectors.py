@@ -20,6 +20,7 @@ from typing_extensions import Self
 
 from rmd_plugin.detectors.base import Encoder, StatefulDetector, check_shrinkage
 from rmd_plugin.detectors.class_moments import ClassMoments
+from rmd_plugin.detectors.files import TensorSpec, check_tensors
 from rmd_plugin.detectors.flows.fitting import MIN_SAMPLES, FlowFit, Role, TrainingOptions, train_flows
 from rmd_plugin.detectors.flows.scoring import PASS_SAMPLES, FlowBank, FlowScore, fit_start, project
 from rmd_plugin.detectors.flows.spec import FlowSpec, Kind, Parameters
@@ -217,6 +218,28 @@ class FlowDetector(StatefulDetector):
         if fit.interrupted:
             message = "the training was interrupted: every flow has the best parameters it has had so far."
             warnings.warn(message, UserWarning, stacklevel=5)
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def _layout(self) -> dict[str, TensorSpec]:
+        sizes = {"shift": "D", "projection": "D q", "points": "k q", "background": "q q"}
+        sizes |= {"log_volume": "", "background_log_volume": ""}
+        layout = {name: TensorSpec(size) for name, size in sizes.items()}
+        layout |= {name: TensorSpec("k", torch.int64) for name in ("classes", "counts")}
+        return layout | {"plain": TensorSpec("k", torch.bool)}
+
+    def _check_tensors(self, tensors: dict[str, Tensor], sizes: dict[str, int]) -> None:
+        super()._check_tensors(tensors, sizes)
+        for role in ("class", "background") if self._relative else ("class",):
+            conditional = role == "class" and self.sharing == "conditional"
+            flows = str(sizes["k"]) if role == "class" and not conditional else "1"
+            layout = {f"{role}_epochs": TensorSpec(flows, torch.int64)}
+            # NaN where nothing was trained
+            losses = TensorSpec(flows, torch.float32, finite=False)
+            layout |= {f"{role}_start_loss": losses, f"{role}_loss": losses}
+            for name, value in self._spec(sizes["q"], sizes["k"] if conditional else 0).build().named_parameters():
+                layout[f"{role}_flow.{name}"] = TensorSpec(" ".join(map(str, (flows, *value.shape))), torch.float32)
+            check_tensors(tensors, layout, sizes)
 
     # -- scoring --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,104 @@
+"""One wrong bit on the disk: a detector file or a cache entry never passes for what was written."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_blobs
+
+from rmd_plugin import RMD, FlowLikelihood, Mahalanobis, MarginalMahalanobis, PartialMahalanobis, RelativeFlow
+from rmd_plugin.compare.cache import FeatureCache
+from rmd_plugin.detectors.files import DetectorFileError
+
+QUICK = {"max_epochs": 1, "hidden_features": 4, "progress": False}
+FAMILIES = {
+    "rmd": RMD,
+    "diagonal": lambda: RMD(covariance="diagonal"),
+    "mahalanobis": Mahalanobis,
+    "marginal": MarginalMahalanobis,
+    "partial": lambda: PartialMahalanobis(components=2),
+    "likelihood": lambda: FlowLikelihood(**QUICK),
+    "relative": pytest.param(lambda: RelativeFlow(**QUICK), marks=pytest.mark.slow),
+    "conditional": pytest.param(lambda: RelativeFlow(sharing="conditional", **QUICK), marks=pytest.mark.slow),
+}
+#: as save writes them, and as it wrote them before
+WRITERS = {
+    "safetensors": lambda detector, path: detector.save(path),
+    "zip": lambda detector, path: torch.save(detector.state_dict(), path),
+}
+KEY = "ab" * 32
+FEATURES = np.random.default_rng(0).standard_normal((40, 6)).astype(np.float32)
+LABELS = np.arange(40) % 4
+
+
+def flipped(content, seed):
+    """The bytes with one random bit turned."""
+    rng = np.random.default_rng(seed)
+    place, bit = int(rng.integers(len(content))), int(rng.integers(8))
+    return content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("make", FAMILIES.values(), ids=FAMILIES)
+def test_no_flipped_bit_changes_a_detector_silently(make, write, tmp_path):
+    z, y, x = make_blobs(num_classes=3, width=4, per_class=20)
+    detector = make().fit_features(z, y)
+    path = tmp_path / "detector.pt"
+    write(detector, path)
+    whole, expected = path.read_bytes(), detector.predict_features(x)
+    refused = 0
+    for seed in range(400):
+        path.write_bytes(flipped(whole, seed))
+        try:
+            loaded = type(detector).load(path)
+        except DetectorFileError as error:
+            refused += 1
+            assert str(path) in str(error)
+            assert "weights_only" not in str(error)
+            continue
+        # padding of a zip, blanks of a header: nothing that was read
+        assert torch.equal(loaded.predict_features(x), expected)
+        assert loaded.state_dict()["options"] == detector.state_dict()["options"]
+    assert refused > 100
+
+
+def fetch(cache):
+    """A fresh look at the entry; the second value says whether it was computed for it."""
+    computed = []
+
+    def compute():
+        computed.append(True)
+        return [(FEATURES, LABELS)]
+
+    found = cache.fetch(KEY, compute, len(LABELS))
+    return found, bool(computed)
+
+
+@pytest.mark.parametrize("name", ["features.npy", "labels.npy", "entry.json"])
+def test_no_flipped_bit_changes_cached_features_silently(name, tmp_path, caplog):
+    cache = FeatureCache(tmp_path)
+    path = fetch(cache)[0].folder / name
+    whole, anew = path.read_bytes(), 0
+    for seed in range(400):
+        path.write_bytes(flipped(whole, seed))
+        caplog.clear()
+        found, computed = fetch(cache)
+        assert np.array_equal(found.features, FEATURES)
+        assert np.array_equal(found.labels, LABELS)
+        assert len(caplog.records) == computed  # one line for each
+        anew += computed
+        if not computed:
+            path.write_bytes(whole)
+    assert anew > (100 if name == "entry.json" else 250)
+
+
+def test_labels_set_to_zero_are_found_out(tmp_path, caplog):
+    cache = FeatureCache(tmp_path)
+    path = fetch(cache)[0].folder / "labels.npy"
+    labels = np.load(path)
+    labels[::5] = 0
+    np.save(path, labels)
+    found, computed = fetch(cache)
+    assert computed
+    assert np.array_equal(found.labels, LABELS)
+    assert "labels" in caplog.text
+    assert not fetch(cache)[1]
