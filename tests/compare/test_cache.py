@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from rmd_plugin.compare import cache as feature_cache
 from rmd_plugin.compare.cache import CacheError, FeatureCache
@@ -53,7 +54,9 @@ def test_files_are_plain_numpy_and_say_what_they_are(tmp_path):
     assert np.array_equal(np.load(folder / "features.npy", allow_pickle=False), FEATURES)
     assert np.array_equal(np.load(folder / "labels.npy", allow_pickle=False), LABELS)
     entry = json.loads((folder / "entry.json").read_text())
-    assert (entry["benchmark"], entry["shape"], entry["dtype"]) == ("digits", [7, 5], "<f4")
+    content = {name: (folder / name).read_bytes() for name in ("features.npy", "labels.npy")}
+    checksums = {name: xxhash.xxh3_128(value).hexdigest() for name, value in content.items()}
+    assert (entry["benchmark"], entry["format"], entry["checksums"]) == ("digits", 2, checksums)
 
 
 def test_features_are_mapped_and_writing_to_them_does_not_reach_the_file(tmp_path):
@@ -137,6 +140,10 @@ DAMAGES = {
     "other shape": lambda folder: np.save(folder / "features.npy", FEATURES[:, :4]),
     "other count": lambda folder: np.save(folder / "labels.npy", LABELS[:4]),
     "other format": lambda folder: (folder / "entry.json").write_text('{"format": 99}'),
+    "without checksums": lambda folder: (folder / "entry.json").write_text('{"format": 1, "shape": [7, 5]}'),
+    "a list": lambda folder: (folder / "entry.json").write_text("[]"),
+    "empty": lambda folder: (folder / "labels.npy").write_bytes(b""),
+    "other labels": lambda folder: np.save(folder / "labels.npy", LABELS * 0),
 }
 
 
@@ -147,7 +154,8 @@ def test_a_damaged_entry_is_computed_again_with_a_warning(damage, tmp_path, capl
     found = cache.fetch(KEY, batches, 7)
     assert not found.hit
     assert np.array_equal(found.features, FEATURES)
-    assert "are damaged" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "cannot be used: " in caplog.text
     assert cache.fetch(KEY, never, 7).hit
     assert leftovers(tmp_path) == []
 

@@ -89,7 +89,7 @@ def test_a_save_on_a_full_disk_leaves_the_old_detector(small_disk):
     path = small_disk / "rmd.pt"
     fitted(4).save(path)
     before = path.read_bytes()
-    with pytest.raises(OSError, match="No space left on device.*as it was") as caught:
+    with pytest.raises(OSError, match=r"No space left on device.*as it was") as caught:
         fitted(200).save(path)
     assert caught.value.errno == errno.ENOSPC
     assert path.read_bytes() == before
