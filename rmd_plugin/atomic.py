@@ -17,7 +17,7 @@ def replacing(path: str | os.PathLike[str], mode: str = "w", *, newline: str | N
     A reader sees the old file or the new one, never a part; an error or a kill leaves the old one. The folder must
     exist; the mode is ``"w"`` for text (UTF-8) or ``"wb"`` for bytes.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))  # a link stays a link
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with open(aside, mode, newline=newline, encoding=None if "b" in mode else "utf-8") as file:

@@ -6,6 +6,7 @@ moves it, ``state_dict`` writes it, and the scoring is an ``nn.Module`` built fr
 
 from __future__ import annotations
 
+import copy
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -16,16 +17,8 @@ from pytorch_ood.api import FeaturesDetector, ModelNotSetException, RequiresFitt
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from rmd_plugin.detectors.files import (
-    STATE_FORMAT,
-    File,
-    TensorSpec,
-    check_state,
-    check_tensors,
-    naming,
-    read_state,
-    write_state,
-)
+from rmd_plugin.detectors import files
+from rmd_plugin.detectors.files import File, TensorSpec
 from rmd_plugin.detectors.functional import warn_numerical
 from rmd_plugin.encoding.features import check_features
 from rmd_plugin.encoding.loop import PairEncoder, encode_batches
@@ -269,7 +262,7 @@ class StatefulDetector(FeaturesDetector):
         """What was fitted, as plain tensors and numbers. The encoder is not part of it."""
         self._require_fit()
         return {
-            "format": STATE_FORMAT,
+            "format": files.STATE_FORMAT,
             "detector": type(self).__name__,
             "options": dict(self._fitted_options),
             "tensors": {name: tensor.detach().clone() for name, tensor in self._state.items()},
@@ -282,11 +275,16 @@ class StatefulDetector(FeaturesDetector):
             ValueError: if the state belongs to another detector or format, or no such fit can have left it.
         """
         options, sizes = _read_options(state, type(self))
-        tensors = state["tensors"]
-        type(self)(None, **options)._check_tensors(tensors, {"K": sizes["num_classes"], "D": sizes["num_features"]})
-        for name, value in options.items():
-            setattr(self, name, value)
-        return self._set_fitted({name: tensor.clone() for name, tensor in tensors.items()}, **sizes)
+        # first a copy: the detector itself stays as it is if they do not fit
+        for detector in (copy.copy(self), self):
+            for name, value in options.items():
+                setattr(detector, name, value)
+            detector._check_options()
+            detector._check_tensors(state["tensors"], {"K": sizes["num_classes"], "D": sizes["num_features"]})
+        return self._set_fitted({name: tensor.clone() for name, tensor in state["tensors"].items()}, **sizes)
+
+    def _check_options(self) -> None:
+        """Refuse options that do not fit."""
 
     def _layout(self) -> dict[str, TensorSpec]:
         """What each tensor of the state must be; K and D are the numbers of classes and of features."""
@@ -294,19 +292,14 @@ class StatefulDetector(FeaturesDetector):
 
     def _check_tensors(self, tensors: dict[str, Tensor], sizes: dict[str, int]) -> None:
         """Refuse tensors that a fit with these options cannot have left."""
-        check_tensors(tensors, self._layout(), sizes)
-        classes = tensors.get("classes")
-        if classes is None or classes.is_meta:
-            return
-        if not bool((classes.diff() > 0).all()) or not 0 <= int(classes[0]) <= int(classes[-1]) < sizes["K"]:
-            raise ValueError(f"the classes {classes.tolist()} do not ascend from 0 to at most {sizes['K'] - 1}.")
+        files.check_tensors(tensors, self._layout(), sizes)
 
     def save(self, path: File) -> None:
         """Write the fitted detector to a file, without its encoder: safetensors with a checksum, under any name.
 
         An error, a full disk say, leaves an earlier file as it was.
         """
-        write_state(path, self.state_dict())
+        files.write_state(path, self.state_dict())
 
     @classmethod
     def load(cls, path: File, encoder: Encoder | None = None, *, map_location: str | torch.device = "cpu") -> Self:
@@ -320,8 +313,8 @@ class StatefulDetector(FeaturesDetector):
         Raises:
             DetectorFileError: a ValueError; if the file is damaged or holds something else.
         """
-        with naming(path):
-            return cls.from_state(read_state(path, map_location), encoder)
+        with files.naming(path):
+            return cls.from_state(files.read_state(path, map_location), encoder)
 
     @classmethod
     def from_state(cls, state: dict[str, Any], encoder: Encoder | None = None) -> Self:
@@ -362,9 +355,9 @@ def load_detector(state: dict[str, Any] | File, encoder: Encoder | None = None) 
     import rmd_plugin  # the package resolves public names lazily, so this import has to wait
 
     if not isinstance(state, dict):
-        with naming(state):
-            return load_detector(check_state(read_state(state)), encoder)
-    name = check_state(state)["detector"]
+        with files.naming(state):
+            return load_detector(files.check_state(files.read_state(state)), encoder)
+    name = files.check_state(state)["detector"]
     kind = getattr(rmd_plugin, name) if name in rmd_plugin.__all__ else None
     if not isinstance(kind, type) or not issubclass(kind, StatefulDetector):
         raise ValueError(f"{name} is no detector of rmd_plugin. Load it with the class that it belongs to.")
@@ -379,21 +372,21 @@ def check_integer(name: str, value: object, lowest: int) -> None:
 
 def check_shrinkage(shrinkage: float | str) -> None:
     """Refuse a shrinkage that is neither a number in [0, 1] nor ``"oas"``."""
-    if shrinkage != "oas" and (isinstance(shrinkage, str) or not 0.0 <= shrinkage <= 1.0):
+    if shrinkage != "oas" and (not hasattr(shrinkage, "__float__") or not 0.0 <= float(shrinkage) <= 1.0):
         raise ValueError(f"shrinkage must be a number in [0, 1] or 'oas', got {shrinkage!r}.")
 
 
 def _read_options(state: object, kind: type[StatefulDetector]) -> tuple[dict[str, Any], dict[str, int]]:
     """Options and sizes in the state of a detector, all of which are checked first."""
-    content, expected = check_state(state), kind.__name__
+    content, expected = files.check_state(state), kind.__name__
     if content["detector"] != expected:
         raise ValueError(f"the state belongs to {content['detector']}, expected {expected}. Load it with that class.")
-    options = dict(content["options"])
+    options, defaults = dict(content["options"]), kind._defaults()
     sizes = {size: options.pop(size, None) for size in ("num_classes", "num_features")}
     for size, value in sizes.items():
         check_integer(size, value, 1)
-    try:
-        kind(None, **options)
-    except TypeError as error:
-        raise ValueError(f"{expected} does not take the options {options} ({error}).") from None
+    required = {name for name, default in defaults.items() if default is inspect.Parameter.empty}
+    if not required <= options.keys() <= defaults.keys():
+        found = f"the state has the options {sorted(options)}"
+        raise ValueError(f"{found}, expected {sorted(defaults)}. Was it written by a newer version?")
     return options, sizes

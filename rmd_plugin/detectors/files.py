@@ -29,6 +29,7 @@ STATE_FORMAT = 1
 _ABOUT, _CHECKSUM = "rmd_plugin", "xxh3_128"
 #: the longest header that safetensors reads; the first bytes of a pickle promise a longer one
 _LONGEST_HEADER = 100_000_000
+_REMEDY = "Take a whole copy, or fit and save again."
 
 
 class DetectorFileError(ValueError):
@@ -41,6 +42,7 @@ class TensorSpec(NamedTuple):
     sizes: str  #: of its dimensions: numbers, and letters that stand for the same number wherever they occur
     dtype: torch.dtype = torch.float64
     finite: bool = True  #: whether NaN and infinity mean damage
+    labels: bool = False  #: whether it must ascend within 0, ..., K - 1
 
 
 def check_tensors(tensors: Mapping[str, Any], specs: Mapping[str, TensorSpec], sizes: dict[str, int]) -> None:
@@ -54,20 +56,29 @@ def check_tensors(tensors: Mapping[str, Any], specs: Mapping[str, TensorSpec], s
     Raises:
         ValueError: with the first tensor that does not fit.
     """
-    for name, (letters, dtype, finite) in specs.items():
+    for name, (letters, dtype, finite, labels) in specs.items():
         tensor = tensors.get(name)
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"the tensor {name!r} is missing.")
+            raise ValueError(f"the tensor {name!r} is missing. {_REMEDY}")
         dims = letters.split()
         if len(dims) == tensor.ndim:
             for letter, size in zip(dims, tensor.shape, strict=True):
                 sizes.setdefault(letter, int(letter) if letter.isdigit() else size)
         expected = tuple(sizes.get(letter, letter) for letter in dims)
         if tuple(tensor.shape) != expected or tensor.dtype != dtype:
-            found = f"{tuple(tensor.shape)} and {tensor.dtype}"
-            raise ValueError(f"the tensor {name!r} has shape and type {found}, expected {expected} and {dtype}.")
+            raise ValueError(
+                f"the tensor {name!r} has shape {tuple(tensor.shape)} and type {tensor.dtype}, "
+                f"expected {expected} and {dtype}. {_REMEDY}"
+            )
         if finite and dtype.is_floating_point and not tensor.is_meta and not bool(tensor.isfinite().all()):
-            raise ValueError(f"the tensor {name!r} has {int((~tensor.isfinite()).sum())} NaN or infinite values.")
+            count = int((~tensor.isfinite()).sum())
+            raise ValueError(f"the tensor {name!r} has {count} NaN or infinite values. {_REMEDY}")
+        if labels and not tensor.is_meta and not (len(tensor) and _ascends(tensor, sizes["K"])):
+            raise ValueError(f"the tensor {name!r} has other labels than 0 to {sizes['K'] - 1} in order. {_REMEDY}")
+
+
+def _ascends(labels: Tensor, limit: int) -> bool:
+    return bool((labels.diff() > 0).all() and labels[0] >= 0 and labels[-1] < limit)
 
 
 def check_state(state: Any) -> dict[str, Any]:
@@ -181,10 +192,7 @@ def _read_safetensors(stream: IO[bytes], map_location: str | torch.device) -> di
 
 
 def _refusal(reason: str) -> ValueError:
-    return ValueError(
-        f"it is damaged, or not what save() wrote ({reason}); nothing in it was run. "
-        "Take a copy of the file, or fit again and save."
-    )
+    return ValueError(f"it is damaged or of another kind ({reason}); nothing in it was run. {_REMEDY}")
 
 
 def _checksum(about: str, tensors: Mapping[str, Tensor]) -> str:

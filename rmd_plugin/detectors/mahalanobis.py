@@ -131,7 +131,7 @@ class GaussianDetector(StatefulDetector):
         q = "D" if self.covariance == "diagonal" else "q"
         sizes = {"shift": "D", "projection": "D" if q == "D" else "D q", "weights": q, "points": f"k {q}"}
         return {name: TensorSpec(size) for name, size in {**sizes, "amplification": ""}.items()} | {
-            "classes": TensorSpec("k", torch.int64)
+            "classes": TensorSpec("k", torch.int64, labels=True)
         }
 
     def _build_module(self, dtype: torch.dtype) -> nn.Module:

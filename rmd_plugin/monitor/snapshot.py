@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import rmd_plugin
 from rmd_plugin.detectors.base import load_detector
+from rmd_plugin.detectors.files import check_zip, naming
 
 #: what every state begins with
 HEADER = {"kind": "rmd_plugin.OODMonitor", "format": 1}
@@ -32,6 +33,8 @@ _DETECTOR = "__detector__"
 
 def monitor_states(path: str | PathLike[str], map_location: str | torch.device) -> dict[str, dict[str, Any]]:
     """The states of all monitors in a checkpoint, by the key of the callback."""
+    with naming(path), open(path, "rb") as stream:
+        check_zip(stream)
     states = torch.load(path, map_location=map_location, weights_only=True).get("callbacks", {})
     return {
         key: state for key, state in states.items() if isinstance(state, dict) and state.get("kind") == HEADER["kind"]

@@ -56,6 +56,20 @@ def test_a_checkpoint_holds_plain_data_and_gives_the_detectors_back_bit_by_bit(c
         assert torch.equal(detector.predict_features(z), monitor.detectors[name].predict_features(z))
 
 
+def test_a_damaged_checkpoint_gives_no_detectors(checkpoint, tmp_path):
+    path, monitor, _ = checkpoint
+    whole = path.read_bytes()
+    place = whole.index(monitor.detectors["rmd"].state_dict()["tensors"]["projection"].numpy().tobytes())
+    (tmp_path / "flipped.ckpt").write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+    with pytest.raises(ValueError, match=r"flipped\.ckpt cannot be loaded: .*checksum"):
+        OODMonitor.load_detectors(tmp_path / "flipped.ckpt")
+    content = torch.load(path, weights_only=True)
+    content["callbacks"][monitor.state_key]["detectors"]["rmd"]["state"]["tensors"]["shift"][0] = torch.nan
+    torch.save(content, tmp_path / "nan.ckpt")
+    with pytest.raises(ValueError, match="'shift' has 1 NaN"):
+        OODMonitor.load_detectors(tmp_path / "nan.ckpt")
+
+
 def test_a_checkpoint_without_a_monitor_is_refused(tmp_path):
     fit(None, ModelCheckpoint(tmp_path, save_last=True))
     with pytest.raises(ValueError, match=r"expected the state of one OODMonitor in .*, found 0.*save_weights_only"):

@@ -225,7 +225,7 @@ class FlowDetector(StatefulDetector):
         sizes = {"shift": "D", "projection": "D q", "points": "k q", "background": "q q"}
         sizes |= {"log_volume": "", "background_log_volume": ""}
         layout = {name: TensorSpec(size) for name, size in sizes.items()}
-        layout |= {name: TensorSpec("k", torch.int64) for name in ("classes", "counts")}
+        layout |= {"classes": TensorSpec("k", torch.int64, labels=True), "counts": TensorSpec("k", torch.int64)}
         return layout | {"plain": TensorSpec("k", torch.bool)}
 
     def _check_tensors(self, tensors: dict[str, Tensor], sizes: dict[str, int]) -> None:
