@@ -275,13 +275,14 @@ class StatefulDetector(FeaturesDetector):
             ValueError: if the state belongs to another detector or format, or no such fit can have left it.
         """
         options, sizes = _read_options(state, type(self))
-        # first a copy: the detector itself stays as it is if they do not fit
-        for detector in (copy.copy(self), self):
-            for name, value in options.items():
-                setattr(detector, name, value)
-            detector._check_options()
-            detector._check_tensors(state["tensors"], {"K": sizes["num_classes"], "D": sizes["num_features"]})
-        return self._set_fitted({name: tensor.clone() for name, tensor in state["tensors"].items()}, **sizes)
+        tensors, other = state["tensors"], copy.copy(self)  # this one stays as it is if they do not fit
+        for name, value in options.items():
+            setattr(other, name, value)
+        other._check_options()
+        other._check_tensors(tensors, {"K": sizes["num_classes"], "D": sizes["num_features"]})
+        for name, value in options.items():
+            setattr(self, name, value)
+        return self._set_fitted({name: tensor.clone() for name, tensor in tensors.items()}, **sizes)
 
     def _check_options(self) -> None:
         """Refuse options that do not fit."""
