@@ -24,7 +24,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,9 +172,9 @@ class FeatureCache:
         with self._explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                try:
+                with suppress(Timeout):
                     lock.acquire(timeout=0)
-                except Timeout:
+                if not lock.is_locked:
                     log.info("Another job is computing the features %s...; waiting for it.", key[:12])
                     lock.acquire(poll_interval=0.2)
                 for remains in (self.root / "tmp").glob(f"{key}-*"):  # of jobs that were killed
