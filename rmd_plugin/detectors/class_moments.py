@@ -109,7 +109,10 @@ class ClassMoments(Metric):
     def _accumulate(self, features: Tensor, labels: Tensor) -> None:
         if not self._started() and features.device.type != "mps":  # MPS has no float64: stay on the CPU
             self.to(features.device)
-        features, labels = pool_features(features.detach()).to(self.device), labels.to(self.device).long()
+        features, labels = (
+            pool_features(features.detach().to(self.device), torch.float64),
+            labels.to(self.device).long(),
+        )
         is_id = labels >= 0
         if not bool(is_id.all()):
             features, labels = features[is_id], labels[is_id]

@@ -27,7 +27,7 @@ class PairEncoder:
             found = f"{type(batch).__name__} of length {len(batch)}" if hasattr(batch, "__len__") else batch
             raise EncodingError(f"the loader must yield pairs (x, y), got a {found}.")
         x, y = batch
-        return Encoded(pool_features(widened(self.module(x).detach())), labels=torch.as_tensor(y), batch=batch)
+        return Encoded(widened(pool_features(self.module(x).detach())), labels=torch.as_tensor(y), batch=batch)
 
 
 def encode_batches(
