@@ -30,6 +30,8 @@ _BLOCK_COLUMNS = 160
 #: largest number of classes that is inferred from labels; a larger label is more likely an identifier than a class
 _MAX_INFERRED_CLASSES = 1_000_000
 
+_STATES = ("counts", "shift", "sums", "second")
+
 
 class ClassMoments(Metric):
     """Accumulates :class:`Moments` from batches of features and labels.
@@ -155,15 +157,33 @@ class ClassMoments(Metric):
         return replace(moments, **copies, second=second)
 
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
-        """Add what another :class:`ClassMoments` has seen."""
-        if not isinstance(incoming_state, ClassMoments):
-            raise ValueError(f"expected another ClassMoments to merge, got {type(incoming_state).__name__}.")
-        if incoming_state._started():
-            own, other = self._state(), incoming_state._state().to(self.device)
-            self._set_state(
-                own + other if own.num_features else other.with_classes(max(own.num_classes, other.num_classes))
+        """Add what another :class:`ClassMoments` has seen.
+
+        Args:
+            incoming_state: the other one, or its ``metric_state``: a dict of ``counts``, ``shift``, ``sums`` and
+                ``second``, which does not say whether the features were normalized as these are.
+
+        Raises:
+            ValueError: if the other was collected with other options, or the dict is no such state.
+        """
+        if isinstance(incoming_state, ClassMoments):
+            other, updates = incoming_state._state(), incoming_state._update_count
+        elif isinstance(incoming_state, dict):
+            other, updates = _read_state(incoming_state, normalized=self.normalize), 1
+        else:
+            raise ValueError(
+                f"expected another ClassMoments or its state to merge, got {type(incoming_state).__name__}."
             )
-            self._update_count += incoming_state._update_count
+        if self.num_classes is not None and other.num_classes > self.num_classes:
+            raise ValueError(
+                f"moments with num_classes={self.num_classes} and num_classes={other.num_classes} do not add up. "
+                "Give both the same num_classes, or leave it out."
+            )
+        if other.num_features:
+            other = other.to(self.device)
+            own = self._state() if self.shift.numel() else self._empty(other.shift)
+            self._set_state(own + other)
+            self._update_count += updates
             self._computed = None
 
     def _started(self) -> bool:
@@ -179,7 +199,7 @@ class ClassMoments(Metric):
         return replace(self._state(), shift=shift, sums=shift.new_zeros(len(self.counts), width), second=second)
 
     def _set_state(self, moments: Moments) -> None:
-        for name in ("counts", "shift", "sums", "second"):
+        for name in _STATES:
             setattr(self, name, getattr(moments, name))
 
     def _check_finite(self, features: Tensor) -> None:
@@ -243,6 +263,21 @@ class ClassMoments(Metric):
         self._computed = self._forward_cache = None
         # follow a parent module to another device, but stay float64 when it is cast to half precision
         return super()._apply(lambda t: t.to(fn(t.new_empty(0)).device), exclude_state)
+
+
+def _read_state(state: dict[str, Any], *, normalized: bool) -> Moments:
+    """The moments in a metric's state, whose shapes are checked first."""
+    tensors = {name: torch.as_tensor(state[name]).double() for name in _STATES if name in state}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    sums = shapes.get("sums", ())
+    classes, width = sums[:1], sums[1:]
+    expected = {"counts": classes, "shift": width, "sums": sums, "second": shapes.get("second", ())}
+    if len(sums) != 2 or shapes != expected or expected["second"] not in (width, width * 2):
+        raise ValueError(
+            "expected the state of a ClassMoments: tensors counts (K,), shift (D,), sums (K, D), second (D, D) or (D,), "
+            f"got {shapes or list(state)}. Pass the other metric, or its metric_state."
+        )
+    return Moments(**tensors, normalized=normalized)
 
 
 class _Box:

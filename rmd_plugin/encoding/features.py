@@ -18,8 +18,8 @@ def widened(z: Tensor) -> Tensor:
 def pool_features(z: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Bring features to shape (B, D): maps of shape (B, C, H, W) are averaged over space.
 
-    The means of half precision are float32, because a mean has more digits than what it is taken of, or of the ``dtype``
-    that is given. Features (B, D) stay as they are.
+    A mean has more digits than what it is taken of: that of half precision is float32, or of the ``dtype`` that is
+    given. Features (B, D) stay as they are.
     """
     if z.ndim == 2:
         return z
