@@ -274,7 +274,7 @@ def _read_state(state: dict[str, Any], *, normalized: bool) -> Moments:
     expected = {"counts": classes, "shift": width, "sums": sums, "second": shapes.get("second", ())}
     if len(sums) != 2 or shapes != expected or expected["second"] not in (width, width * 2):
         raise ValueError(
-            "expected the state of a ClassMoments: tensors counts (K,), shift (D,), sums (K, D), second (D, D) or (D,), "
+            "expected the state of a ClassMoments: counts (K,), shift (D,), sums (K, D), and second (D, D) or (D,), "
             f"got {shapes or list(state)}. Pass the other metric, or its metric_state."
         )
     return Moments(**tensors, normalized=normalized)
