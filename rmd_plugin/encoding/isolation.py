@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-
 #: how far, and over how many objects, modules are looked for behind a callable
 _MAX_STEPS, _MAX_OBJECTS = 4, 10_000
 
@@ -34,17 +33,21 @@ def evaluating(encoder: object) -> Iterator[None]:
 
 @contextmanager
 def evaluating_calls(encoder: object) -> Iterator[None]:
-    """Put modules that this thread calls into evaluation mode, if none can be found behind the encoder."""
-    if _modules_behind(encoder):
-        yield
-        return
-    thread = threading.get_ident()
-    with _restored_modes() as evaluate:
-        hook = register_module_forward_pre_hook(lambda m, _: evaluate(m) if threading.get_ident() == thread else None)
+    """The same around a call of the encoder: if no module is found, those that this thread calls are evaluated."""
+    with evaluating(encoder), _restored_modes() as evaluate:
+        thread = threading.get_ident()
+        hidden = not _modules_behind(encoder)
+
+        def enter(module: nn.Module, _: object) -> None:
+            if threading.get_ident() == thread:
+                evaluate(module)
+
+        hook = register_module_forward_pre_hook(enter) if hidden else None
         try:
             yield
         finally:
-            hook.remove()
+            if hook is not None:
+                hook.remove()
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def make(kind, net):
 
     def found_when_called(x):
         kept.extend(hidden)
-        return [*kept][0](x)
+        return next(iter(kept))(x)
 
     def with_default(x, net=net):
         return net(x)
@@ -78,11 +78,15 @@ def test_a_fit_leaves_batch_norm_and_modes_alone(kind):
 
 def test_modes_come_back_after_an_error_and_no_hook_stays():
     net = nn.BatchNorm1d(3).train()
-    hidden = iter([net])
-    with pytest.raises(RuntimeError, match="stop"), evaluating_calls(lambda x: next(hidden)(x)):
-        net(torch.zeros(1, 3))  # a training BatchNorm refuses a single sample
-        assert not net.training
-        raise RuntimeError("stop")
+
+    def stop():
+        with evaluating_calls(lambda x: next(iter(()))(x)):
+            net(torch.zeros(1, 3))  # a training BatchNorm refuses a single sample
+            assert not net.training
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        stop()
     assert net.training
     with pytest.raises(ValueError, match="more than 1 value"):
         net(torch.zeros(1, 3))
