@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from rmd_plugin.detectors.functional import unit_length
 from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.encoding.features import check_features, check_labels, pool_features
 
@@ -120,16 +120,15 @@ class ClassMoments(Metric):
             features, labels = features[is_id], labels[is_id]
         if len(labels) == 0:
             return
-        if self.normalize:
-            features = F.normalize(features.float() if features.dtype.itemsize < 4 else features, dim=1)
         self._check_finite(features)
         classes = self._check_classes(int(labels.max()))
 
         # any point near the data will do as the shift
-        moments = self._state() if self._started() else self._empty(features[:_CHUNK_ROWS].double().mean(0))
+        moments = self._state() if self._started() else self._empty(self._widened(features[:_CHUNK_ROWS]).mean(0))
         self._set_state(moments.with_classes(classes))
         for rows, targets in zip(features.split(_CHUNK_ROWS), labels.split(_CHUNK_ROWS), strict=True):
-            centred = rows.double().sub_(self.shift) if rows.dtype != torch.float64 else rows - self.shift
+            wide = self._widened(rows)
+            centred = wide - self.shift if wide is rows else wide.sub_(self.shift)
             self.sums.index_add_(0, targets, centred)
             if self.diagonal:
                 self.second += centred.square().sum(0)
@@ -185,6 +184,10 @@ class ClassMoments(Metric):
             self._set_state(own + other)
             self._update_count += updates
             self._computed = None
+
+    def _widened(self, rows: Tensor) -> Tensor:
+        """Features in float64, of unit length if they are normalized: in float32 a mean of 1e4 drowns their spread."""
+        return unit_length(rows.double()) if self.normalize else rows.double()
 
     def _started(self) -> bool:
         return bool(self.counts.any())

@@ -169,3 +169,26 @@ def class_quadratics(u: Tensor, weights: Tensor, points: Tensor, offsets: Tensor
 def nearest_quadratic(u: Tensor, weights: Tensor, points: Tensor, offsets: Tensor) -> Tensor:
     """Smallest of the :func:`class_quadratics` of each sample, shape (B,), without a second pass over (B, K) scores."""
     return torch.addmm(offsets, u, points.T, alpha=-2).amin(dim=1) + u.square() @ weights
+
+
+def unit_length(z: Tensor) -> Tensor:
+    """Features of shape (B, D) scaled to unit length; zeros stay zeros."""
+    tiny = torch.finfo(z.dtype).tiny
+    if z.dtype == torch.float32 and z.device.type != "mps":
+        # float64: the squares of float32 overflow at 1e19 and vanish at 1e-19
+        length = torch.linalg.vector_norm(z, dim=1, keepdim=True, dtype=torch.float64).clamp(min=tiny)
+        factor = torch.where(length > 1e38, 2.0**-32, 1.0)  # the length itself may be more than float32 can hold
+        return (z * factor.to(z.dtype)) / (length * factor).to(z.dtype)
+    z = z / z.abs().amax(1, keepdim=True).clamp(min=tiny)
+    return z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp(min=tiny)
+
+
+def saturated(scores: Tensor, finite: Tensor) -> Tensor:
+    """Scores that overflow become the largest number of their dtype; NaN where ``finite`` is NaN or infinite."""
+    largest = torch.finfo(scores.dtype).max
+    return torch.where(scores.isfinite(), scores, largest) + (finite - finite).to(scores.dtype)
+
+
+def full_precision(z: Tensor) -> torch.autocast:
+    """A block without autocast, which would run matrix products in half precision; part of exported graphs too."""
+    return torch.autocast(z.device.type, enabled=False)

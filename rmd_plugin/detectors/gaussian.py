@@ -21,13 +21,15 @@ Sigma_0 is the regularised Sigma plus Sigma_B), and returns parameters, most of 
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from rmd_plugin.detectors.functional import (
     class_quadratics,
+    full_precision,
     nearest_quadratic,
     oas_shrinkage,
+    saturated,
     shrink,
+    unit_length,
     warn_numerical,
     whiten,
 )
@@ -39,6 +41,12 @@ from rmd_plugin.encoding.features import pool_features
 MAX_FLOAT32_AMPLIFICATION = 50.0
 #: Features of a smaller variance, relative to the largest, are dead: sentence embeddings hold some of size 1e-32.
 _DEAD_VARIANCE = 1e-40
+#: Factor that lets a sum over features overflow only if they are infinite.
+_PROBE = 1e-20
+#: Factor, without rounding, that keeps the sum over a map from overflowing where its mean does not.
+_SMALLER = 2.0**-16
+#: Variances of features between which float32 has room for squares.
+_FLOAT32_VARIANCES = (1e-30, 1e30)
 
 
 class QuadraticScore(nn.Module):
@@ -65,36 +73,60 @@ class QuadraticScore(nn.Module):
         shift = exact_shift.to(dtype)
         # What the rounded shift misses goes into the bias: features of mean 1e4 lose no digits in float32.
         missing = exact_shift - shift.double()
-        bias = -missing * projection if projection.ndim == 1 else -missing @ projection
+        if projection.ndim == 1:
+            bias = -missing * projection
+        else:
+            # one more column, which is free, tells whether the features are finite: a sum of their tiny parts
+            projection = torch.cat([projection, projection.new_full((len(projection), 1), _PROBE)], dim=1)
+            bias = -missing @ projection
         buffers = {"shift": shift, "projection": projection, "bias": bias, "points": points}
         buffers |= {"weights": parameters["weights"], "offsets": points.square().sum(1)}
         for name, value in buffers.items():
             self.register_buffer(name, value.to(dtype))
 
     def forward(self, z: Tensor) -> Tensor:
-        """Scores of shape (B,) for features of shape (B, D) or maps of shape (B, C, H, W); higher is more OOD."""
-        return nearest_quadratic(self.project(z), self.weights, self.points, self.offsets)
+        """Scores of shape (B,) for features of shape (B, D) or maps of shape (B, C, H, W); higher is more OOD.
+
+        The largest number of the dtype where a score of finite features overflows; NaN for NaN and infinite features.
+        """
+        with full_precision(z):
+            u, finite = self._project(z)
+            return saturated(nearest_quadratic(u, self.weights, self.points, self.offsets), finite)
 
     def project(self, z: Tensor) -> Tensor:
         """Coordinates u of shape (B, q)."""
-        z = pool_features(z.to(self.shift.dtype))
-        if self.normalize:
-            z = F.normalize(z, dim=1)
-        centred = z - self.shift
-        if self.projection.ndim == 1:
-            return centred * self.projection + self.bias
-        return torch.addmm(self.bias, centred, self.projection)
+        with full_precision(z):
+            return self._project(z)[0]
 
     def class_scores(self, z: Tensor) -> Tensor:
         """Score of every class point, shape (B, K)."""
-        return class_quadratics(self.project(z), self.weights, self.points, self.offsets)
+        with full_precision(z):
+            u, finite = self._project(z)
+            return saturated(class_quadratics(u, self.weights, self.points, self.offsets), finite.unsqueeze(1))
 
     def contributions(self, z: Tensor) -> Tensor:
         """Terms of the score along each direction, shape (B, q)."""
-        u = self.project(z)
-        nearest = class_quadratics(u, self.weights, self.points, self.offsets).argmin(dim=1)
-        points = self.points[nearest]
-        return self.weights * u.square() + points * (points - 2 * u)
+        with full_precision(z):
+            u, finite = self._project(z)
+            nearest = class_quadratics(u, self.weights, self.points, self.offsets).argmin(dim=1)
+            points = self.points[nearest]
+            return saturated(self.weights * u.square() + points * (points - 2 * u), finite.unsqueeze(1))
+
+    def _project(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Coordinates u of shape (B, q), and numbers of shape (B,) that are finite where the features are."""
+        z = z.to(self.shift.dtype)
+        if self.normalize:
+            centred = unit_length(pool_features(z * _SMALLER if z.ndim == 4 else z)) - self.shift
+        elif z.ndim == 4:
+            # a mean has more digits than float32 has, unless the shift is taken off before
+            shift = (-_SMALLER * self.shift)[:, None, None]
+            centred = pool_features(torch.add(shift, z, alpha=_SMALLER)) / _SMALLER
+        else:
+            centred = z - self.shift
+        if self.projection.ndim == 1:
+            return centred * self.projection + self.bias, (centred * _PROBE).sum(1)
+        u = torch.addmm(self.bias, centred, self.projection)
+        return u[:, :-1], u[:, -1]
 
 
 def fit_mahalanobis(moments: Moments, *, shrinkage: float | str = 0.0, eigenvectors: bool = False) -> dict[str, Tensor]:
@@ -138,7 +170,7 @@ def fit_marginal(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str,
         "weights": projection.new_ones(width),
         "points": projection.new_zeros(1, width),
     }
-    return _with_amplification(parameters, sigma_0)
+    return _with_amplification(parameters, sigma_0, moments)
 
 
 def fit_relative(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
@@ -177,7 +209,7 @@ def fit_relative(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str,
         "points": points.contiguous(),
         "classes": moments.counts.nonzero().flatten(),
     }
-    return _with_amplification(parameters, sigma_0)
+    return _with_amplification(parameters, sigma_0, moments)
 
 
 def _directions_outside(rows: Tensor, sigma: Tensor, whitening: Tensor, sigma_0: Tensor) -> Tensor:
@@ -294,24 +326,30 @@ def _with_class_points(moments: Moments, sigma: Tensor, projection: Tensor) -> d
         "points": points,
         "classes": moments.counts.nonzero().flatten(),
     }
-    return _with_amplification(parameters, sigma + moments.between_covariance)
+    return _with_amplification(parameters, sigma + moments.between_covariance, moments)
 
 
-def _with_amplification(parameters: dict[str, Tensor], sigma_0: Tensor) -> dict[str, Tensor]:
+def _with_amplification(parameters: dict[str, Tensor], sigma_0: Tensor, moments: Moments) -> dict[str, Tensor]:
     """Add by how much rounding errors of relative size eps grow in the scores, relative to the scores' spread.
 
-    Two things amplify: directions of small variance gather rounding errors of features of large variance, and large
-    terms of the class quadratic cancel where classes lie far apart. Both sizes follow from the fit alone.
+    Three things amplify: directions of small variance gather rounding errors of features of large variance; large terms
+    of the class quadratic cancel where classes lie far apart; and features that are computed, as those of unit length,
+    are rounded before their mean is taken off. All sizes follow from the fit alone. Where float32 has no room for the
+    features' squares the amplification is infinite.
     """
     projection, weights = parameters["projection"], parameters["weights"]
     width = max(1, len(weights))
+    variance = sigma_0 if sigma_0.ndim == 1 else sigma_0.diagonal()
+    rounded = variance + parameters["shift"].square() if moments.normalized else variance
     if projection.ndim == 1:
-        gathered = coordinates = sigma_0 * projection.square()
+        gathered, coordinates = rounded * projection.square(), variance * projection.square()
     else:
-        variance = sigma_0 if sigma_0.ndim == 1 else sigma_0.diagonal()
-        gathered = variance @ projection.square()
+        gathered = rounded @ projection.square()
         coordinates = ((sigma_0 @ projection) * projection).sum(0)
     spread = (2 * width) ** 0.5
     # a term's own rounding error is about six times smaller than what a long sum gathers (measured)
     amplification = (2 * gathered.sum()).sqrt() / spread + (weights.abs() * coordinates).sum() / spread / 6
+    used = variance[projection.reshape(len(variance), -1).abs().amax(1) > 0] if projection.numel() else variance
+    if not bool(((used > _FLOAT32_VARIANCES[0]) & (used < _FLOAT32_VARIANCES[1])).all()):
+        amplification = torch.full_like(amplification, torch.inf)
     return {**parameters, "amplification": amplification}
