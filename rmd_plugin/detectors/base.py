@@ -197,7 +197,7 @@ class StatefulDetector(FeaturesDetector):
         module = self._module(self._score_dtype(z.dtype))
         result = torch.float64 if z.dtype == torch.float64 else torch.float32
         # maps are averaged inside, and widened before
-        rows = max(1, self._chunk_rows(z.device) // math.prod(z.shape[2:]))
+        rows = max(64, self._chunk_rows(z.device) // math.prod(z.shape[2:]))
         with torch.no_grad():
             scores = torch.cat([score(module, part) for part in z.split(rows)])
             if scores.dtype == torch.float64 and result == torch.float32:

@@ -173,14 +173,11 @@ def nearest_quadratic(u: Tensor, weights: Tensor, points: Tensor, offsets: Tenso
 
 def unit_length(z: Tensor) -> Tensor:
     """Features of shape (B, D) scaled to unit length; zeros stay zeros."""
-    tiny = torch.finfo(z.dtype).tiny
-    if z.dtype == torch.float32 and z.device.type != "mps":
-        # float64: the squares of float32 overflow at 1e19 and vanish at 1e-19
-        length = torch.linalg.vector_norm(z, dim=1, keepdim=True, dtype=torch.float64).clamp(min=tiny)
-        factor = torch.where(length > 1e38, 2.0**-32, 1.0)  # the length itself may be more than float32 can hold
-        return (z * factor.to(z.dtype)) / (length * factor).to(z.dtype)
-    z = z / z.abs().amax(1, keepdim=True).clamp(min=tiny)
-    return z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp(min=tiny)
+    # squares overflow or vanish far inside the range of a dtype: powers of two bring such samples back
+    limit, factor = (1e15, 2.0**-100) if z.dtype == torch.float32 else (1e150, 2.0**-800)
+    length = torch.linalg.vector_norm(z, dim=1, keepdim=True)
+    z = z * torch.ones_like(length).masked_fill(length > limit, factor).masked_fill(length < 1 / limit, 1 / factor)
+    return z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp(min=torch.finfo(z.dtype).tiny)
 
 
 def saturated(scores: Tensor, finite: Tensor) -> Tensor:

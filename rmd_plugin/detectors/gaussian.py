@@ -43,8 +43,6 @@ MAX_FLOAT32_AMPLIFICATION = 50.0
 _DEAD_VARIANCE = 1e-40
 #: Factor that lets a sum over features overflow only if they are infinite.
 _PROBE = 1e-20
-#: Factor, without rounding, that keeps the sum over a map from overflowing where its mean does not.
-_SMALLER = 2.0**-16
 #: Variances of features between which float32 has room for squares.
 _FLOAT32_VARIANCES = (1e-30, 1e30)
 
@@ -73,12 +71,10 @@ class QuadraticScore(nn.Module):
         shift = exact_shift.to(dtype)
         # What the rounded shift misses goes into the bias: features of mean 1e4 lose no digits in float32.
         missing = exact_shift - shift.double()
-        if projection.ndim == 1:
-            bias = -missing * projection
-        else:
-            # one more column, which is free, tells whether the features are finite: a sum of their tiny parts
-            projection = torch.cat([projection, projection.new_full((len(projection), 1), _PROBE)], dim=1)
-            bias = -missing @ projection
+        bias = -missing * projection if projection.ndim == 1 else -missing @ projection
+        # a mean over a map has more digits than float32 has: with a large shift, that is taken off before
+        gathered = (exact_shift.square() @ projection.square()).sum() / max(1, projection.shape[-1])
+        self.centre_maps = bool(gathered.sqrt() > MAX_FLOAT32_AMPLIFICATION)
         buffers = {"shift": shift, "projection": projection, "bias": bias, "points": points}
         buffers |= {"weights": parameters["weights"], "offsets": points.square().sum(1)}
         for name, value in buffers.items():
@@ -115,18 +111,19 @@ class QuadraticScore(nn.Module):
     def _project(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Coordinates u of shape (B, q), and numbers of shape (B,) that are finite where the features are."""
         z = z.to(self.shift.dtype)
-        if self.normalize:
-            centred = unit_length(pool_features(z * _SMALLER if z.ndim == 4 else z)) - self.shift
-        elif z.ndim == 4:
-            # a mean has more digits than float32 has, unless the shift is taken off before
-            shift = (-_SMALLER * self.shift)[:, None, None]
-            centred = pool_features(torch.add(shift, z, alpha=_SMALLER)) / _SMALLER
+        if z.ndim == 4:
+            before = self.shift[:, None, None] if self.centre_maps and not self.normalize else None
+            # weights instead of a sum, which can overflow where the mean does not
+            share = z.new_full((z.shape[2] * z.shape[3],), 1 / (z.shape[2] * z.shape[3]))
+            z = (z if before is None else z - before).flatten(2) @ share
+            centred = unit_length(z) - self.shift if self.normalize else z if before is not None else z - self.shift
         else:
-            centred = z - self.shift
+            z = pool_features(z)  # refuses other shapes
+            centred = (unit_length(z) if self.normalize else z) - self.shift
+        finite = centred @ torch.full_like(self.shift, _PROBE)
         if self.projection.ndim == 1:
-            return centred * self.projection + self.bias, (centred * _PROBE).sum(1)
-        u = torch.addmm(self.bias, centred, self.projection)
-        return u[:, :-1], u[:, -1]
+            return centred * self.projection + self.bias, finite
+        return torch.addmm(self.bias, centred, self.projection), finite
 
 
 def fit_mahalanobis(moments: Moments, *, shrinkage: float | str = 0.0, eigenvectors: bool = False) -> dict[str, Tensor]:
