@@ -177,7 +177,8 @@ def unit_length(z: Tensor) -> Tensor:
     limit, factor = (1e15, 2.0**-100) if z.dtype == torch.float32 else (1e150, 2.0**-800)
     length = torch.linalg.vector_norm(z, dim=1, keepdim=True)
     z = z * torch.ones_like(length).masked_fill(length > limit, factor).masked_fill(length < 1 / limit, 1 / factor)
-    return z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp(min=torch.finfo(z.dtype).tiny)
+    length = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp(min=torch.finfo(z.dtype).tiny)
+    return torch.div(z, length)
 
 
 def saturated(scores: Tensor, finite: Tensor) -> Tensor:

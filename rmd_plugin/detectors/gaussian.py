@@ -218,7 +218,7 @@ def _directions_outside(rows: Tensor, sigma: Tensor, whitening: Tensor, sigma_0:
     _, singular, directions = torch.linalg.svd(outside, full_matrices=False)
     cutoff = len(sigma) * torch.finfo(sigma.dtype).eps * float(sigma_0.diagonal().amax())
     keep = singular.square() > cutoff
-    return directions[keep].T / singular[keep]
+    return torch.div(directions[keep].T, singular[keep])
 
 
 def _join(projection: Tensor, points: Tensor, outside: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
