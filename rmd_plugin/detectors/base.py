@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
@@ -144,7 +145,8 @@ class StatefulDetector(FeaturesDetector):
     def predict_features(self, z: Tensor) -> Tensor:
         """OOD scores of features.
 
-        A sample with NaN or infinite features scores NaN. An empty batch gives an empty tensor.
+        A sample with NaN or infinite features scores NaN, and no other: a score that overflows, as that of features of
+        size 3e38, is the largest number of its dtype. An empty batch gives an empty tensor.
 
         Args:
             z: features of shape (B, D), or maps of shape (B, C, H, W), which are averaged over space.
@@ -193,10 +195,13 @@ class StatefulDetector(FeaturesDetector):
             z = z.to(device)
         module = self._module(self._score_dtype(z.dtype))
         result = torch.float64 if z.dtype == torch.float64 else torch.float32
-        rows = self._chunk_rows(z.device)
-        # autocast would run the matrix products in half precision
-        with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
+        # maps are averaged inside, and widened before
+        rows = max(64, self._chunk_rows(z.device) // math.prod(z.shape[2:]))
+        with torch.no_grad():
             scores = torch.cat([score(module, part) for part in z.split(rows)])
+            if scores.dtype == torch.float64 and result == torch.float32:
+                limit = torch.finfo(result).max  # a finite score stays finite
+                scores = torch.where(scores.isinf(), scores, scores.clamp(-limit, limit))
             return scores.to(result) if scores.is_floating_point() else scores
 
     def _chunk_rows(self, device: torch.device) -> int:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from rmd_plugin.detectors.functional import unit_length
 from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.encoding.features import check_features, check_labels, pool_features
 
@@ -29,6 +29,8 @@ _BLOCK_COLUMNS = 160
 
 #: largest number of classes that is inferred from labels; a larger label is more likely an identifier than a class
 _MAX_INFERRED_CLASSES = 1_000_000
+
+_STATES = ("counts", "shift", "sums", "second")
 
 
 class ClassMoments(Metric):
@@ -109,22 +111,24 @@ class ClassMoments(Metric):
     def _accumulate(self, features: Tensor, labels: Tensor) -> None:
         if not self._started() and features.device.type != "mps":  # MPS has no float64: stay on the CPU
             self.to(features.device)
-        features, labels = pool_features(features.detach()).to(self.device), labels.to(self.device).long()
+        features, labels = (
+            pool_features(features.detach().to(self.device), torch.float64),
+            labels.to(self.device).long(),
+        )
         is_id = labels >= 0
         if not bool(is_id.all()):
             features, labels = features[is_id], labels[is_id]
         if len(labels) == 0:
             return
-        if self.normalize:
-            features = F.normalize(features.float() if features.dtype.itemsize < 4 else features, dim=1)
         self._check_finite(features)
         classes = self._check_classes(int(labels.max()))
 
         # any point near the data will do as the shift
-        moments = self._state() if self._started() else self._empty(features[:_CHUNK_ROWS].double().mean(0))
+        moments = self._state() if self._started() else self._empty(self._widened(features[:_CHUNK_ROWS]).mean(0))
         self._set_state(moments.with_classes(classes))
         for rows, targets in zip(features.split(_CHUNK_ROWS), labels.split(_CHUNK_ROWS), strict=True):
-            centred = rows.double().sub_(self.shift) if rows.dtype != torch.float64 else rows - self.shift
+            wide = self._widened(rows)
+            centred = wide - self.shift if wide is rows else wide.sub_(self.shift)
             self.sums.index_add_(0, targets, centred)
             if self.diagonal:
                 self.second += centred.square().sum(0)
@@ -152,16 +156,38 @@ class ClassMoments(Metric):
         return replace(moments, **copies, second=second)
 
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
-        """Add what another :class:`ClassMoments` has seen."""
-        if not isinstance(incoming_state, ClassMoments):
-            raise ValueError(f"expected another ClassMoments to merge, got {type(incoming_state).__name__}.")
-        if incoming_state._started():
-            own, other = self._state(), incoming_state._state().to(self.device)
-            self._set_state(
-                own + other if own.num_features else other.with_classes(max(own.num_classes, other.num_classes))
+        """Add what another :class:`ClassMoments` has seen.
+
+        Args:
+            incoming_state: the other one, or its ``metric_state``: a dict of ``counts``, ``shift``, ``sums`` and
+                ``second``, which does not say whether the features were normalized as these are.
+
+        Raises:
+            ValueError: if the other was collected with other options, or the dict is no such state.
+        """
+        if isinstance(incoming_state, ClassMoments):
+            other, updates = incoming_state._state(), incoming_state._update_count
+        elif isinstance(incoming_state, dict):
+            other, updates = _read_state(incoming_state, normalized=self.normalize), 1
+        else:
+            raise ValueError(
+                f"expected another ClassMoments or its state to merge, got {type(incoming_state).__name__}."
             )
-            self._update_count += incoming_state._update_count
+        if self.num_classes is not None and other.num_classes > self.num_classes:
+            raise ValueError(
+                f"moments with num_classes={self.num_classes} and num_classes={other.num_classes} do not add up. "
+                "Give both the same num_classes, or leave it out."
+            )
+        if other.num_features:
+            other = other.to(self.device)
+            own = self._state() if self.shift.numel() else self._empty(other.shift)
+            self._set_state(own + other)
+            self._update_count += updates
             self._computed = None
+
+    def _widened(self, rows: Tensor) -> Tensor:
+        """Features in float64, of unit length if they are normalized: in float32 a mean of 1e4 drowns their spread."""
+        return unit_length(rows.double()) if self.normalize else rows.double()
 
     def _started(self) -> bool:
         return bool(self.counts.any())
@@ -176,7 +202,7 @@ class ClassMoments(Metric):
         return replace(self._state(), shift=shift, sums=shift.new_zeros(len(self.counts), width), second=second)
 
     def _set_state(self, moments: Moments) -> None:
-        for name in ("counts", "shift", "sums", "second"):
+        for name in _STATES:
             setattr(self, name, getattr(moments, name))
 
     def _check_finite(self, features: Tensor) -> None:
@@ -240,6 +266,21 @@ class ClassMoments(Metric):
         self._computed = self._forward_cache = None
         # follow a parent module to another device, but stay float64 when it is cast to half precision
         return super()._apply(lambda t: t.to(fn(t.new_empty(0)).device), exclude_state)
+
+
+def _read_state(state: dict[str, Any], *, normalized: bool) -> Moments:
+    """The moments in a metric's state, whose shapes are checked first."""
+    tensors = {name: torch.as_tensor(state[name]).double() for name in _STATES if name in state}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    sums = shapes.get("sums", ())
+    classes, width = sums[:1], sums[1:]
+    expected = {"counts": classes, "shift": width, "sums": sums, "second": shapes.get("second", ())}
+    if len(sums) != 2 or shapes != expected or expected["second"] not in (width, width * 2):
+        raise ValueError(
+            "expected the state of a ClassMoments: counts (K,), shift (D,), sums (K, D), and second (D, D) or (D,), "
+            f"got {shapes or list(state)}. Pass the other metric, or its metric_state."
+        )
+    return Moments(**tensors, normalized=normalized)
 
 
 class _Box:

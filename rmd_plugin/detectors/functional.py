@@ -19,6 +19,12 @@ _BETWEEN = {"rmd_plugin", "pytorch_ood", "pytorch_lightning", "lightning", "torc
 _warned: dict[int, tuple[object, set[tuple[str, str, int]]]] = {}
 
 
+#: smallest eigenvalue, relative to the largest, that an eigendecomposition in float64 gives six digits of
+_ACCURATE_EIGENVALUE = 1e-10
+#: ratio of standard deviations above which features have different units
+_WIDE_UNITS = 1e3
+
+
 class NumericalWarning(UserWarning):
     """A numerical fallback was used; the message says which one and how large it is."""
 
@@ -68,9 +74,8 @@ def _filter_action(message: str, module: str, line: int) -> str:
 class Whitening(NamedTuple):
     """Directions in which a covariance is the identity, see :func:`whiten`."""
 
-    projection: Tensor  #: A of shape (D, q) with A^T Sigma A = I
-    variances: Tensor  #: eigenvalues that belong to the columns of A, descending, shape (q,)
-    cutoff: float  #: directions with an eigenvalue at or below this were left out
+    projection: Tensor  #: A of shape (D, q) with A^T Sigma A = I and A A^T = Sigma^+
+    cutoff: float  #: directions of at most this variance were left out
 
 
 def oas_shrinkage(covariance: Tensor, num_samples: float) -> float:
@@ -98,35 +103,49 @@ def shrink(covariance: Tensor, intensity: float) -> Tensor:
     return shrunk
 
 
-def whiten(covariance: Tensor, *, equilibrate: bool = False) -> Whitening:
+def whiten(covariance: Tensor, noise: Tensor | None = None, *, eigenvectors: bool = False) -> Whitening:
     """Directions in which a covariance is the identity; those without variance are left out.
+
+    The distances are those of the (Moore-Penrose) pseudo-inverse Sigma^+ in the features' own units, which is the
+    inverse where Sigma is invertible: as in numpy, scikit-learn and OpenOOD, eigenvalues at or below ``D * eps`` times
+    the largest one count as zero. Units alone make no matrix singular: where they differ widely, features are scaled to
+    unit variance first, and if they are independent then, the inverse is exact.
 
     Args:
         covariance: symmetric positive semi-definite, shape (D, D), float64.
-        equilibrate: scale every feature to unit variance before the eigendecomposition. The result is then exact for
-            features of very different scales, but its columns are no longer eigenvectors of the covariance itself.
+        noise: features whose variance is at most this are constant, shape (D,). By default those of variance zero.
+        eigenvectors: never scale the features, so that the columns are eigenvectors of the covariance in any case.
 
     Returns:
-        The whitening with its columns ordered by descending eigenvalue. It has fewer than D columns where eigenvalues
-        are at or below ``D * eps`` times the largest one, the usual cut of a pseudo-inverse.
+        The whitening; its columns are eigenvectors by descending eigenvalue, unless the features had to be scaled.
     """
-    dim = covariance.shape[0]
-    tolerance = dim * torch.finfo(covariance.dtype).eps
     variances = covariance.diagonal()
-    cutoff = tolerance * float(variances.amax()) if dim else 0.0
-    if equilibrate:
-        alive = variances > cutoff
-        scale = torch.where(alive, variances, 1.0).rsqrt() * alive  # dead features get a zero row
-        covariance = scale[:, None] * covariance * scale
-        eigenvalues, vectors = torch.linalg.eigh(covariance)
-        vectors = scale[:, None] * vectors
-        keep = eigenvalues > (tolerance * float(eigenvalues[-1]) if dim else 0.0)
-    else:
-        eigenvalues, vectors = torch.linalg.eigh(covariance)
-        cutoff = tolerance * float(eigenvalues[-1]) if dim else 0.0
-        keep = eigenvalues > cutoff
-    eigenvalues, vectors = eigenvalues[keep].flip(0), vectors[:, keep].flip(1)
-    return Whitening(vectors * eigenvalues.rsqrt(), eigenvalues, cutoff)
+    alive = variances > (0.0 if noise is None else noise)
+    cutoff = float(variances[~alive].amax()) if not bool(alive.all()) else 0.0
+    projection = covariance.new_zeros(len(covariance), 0)
+    if bool(alive.any()):
+        block, scale = covariance[alive][:, alive], variances[alive].rsqrt()
+        inner, smallest, cut = _whiten_block(block)
+        # an eigenvalue is right to about eps times the largest one: below 1e-10 of it the sixth digit is lost
+        if smallest < _ACCURATE_EIGENVALUE and not eigenvectors and bool(scale.amax() > _WIDE_UNITS * scale.amin()):
+            scaled = _whiten_block(scale[:, None] * block * scale)
+            if scaled[0].shape[1] == len(block):
+                inner, cut = scale[:, None] * scaled[0], 0.0
+        if inner.shape[1] < len(block):
+            cutoff = max(cutoff, cut)
+        projection = covariance.new_zeros(len(covariance), inner.shape[1])
+        projection[alive] = inner
+    return Whitening(projection, cutoff)
+
+
+def _whiten_block(covariance: Tensor) -> tuple[Tensor, float, float]:
+    """Scaled eigenvectors by descending eigenvalue, the smallest eigenvalue over the largest, and the cut-off."""
+    eigenvalues, vectors = torch.linalg.eigh(covariance)
+    largest = float(eigenvalues[-1])
+    cutoff = len(covariance) * torch.finfo(covariance.dtype).eps * largest
+    keep = eigenvalues > cutoff
+    eigenvalues, vectors, smallest = eigenvalues[keep].flip(0), vectors[:, keep].flip(1), float(eigenvalues[0])
+    return vectors * eigenvalues.rsqrt(), smallest / largest, cutoff
 
 
 def class_quadratics(u: Tensor, weights: Tensor, points: Tensor, offsets: Tensor) -> Tensor:
@@ -150,3 +169,24 @@ def class_quadratics(u: Tensor, weights: Tensor, points: Tensor, offsets: Tensor
 def nearest_quadratic(u: Tensor, weights: Tensor, points: Tensor, offsets: Tensor) -> Tensor:
     """Smallest of the :func:`class_quadratics` of each sample, shape (B,), without a second pass over (B, K) scores."""
     return torch.addmm(offsets, u, points.T, alpha=-2).amin(dim=1) + u.square() @ weights
+
+
+def unit_length(z: Tensor) -> Tensor:
+    """Features of shape (B, D) scaled to unit length; zeros stay zeros."""
+    # squares overflow or vanish far inside the range of a dtype: powers of two bring such samples back
+    limit, factor = (1e15, 2.0**-100) if z.dtype == torch.float32 else (1e150, 2.0**-800)
+    length = torch.linalg.vector_norm(z, dim=1, keepdim=True)
+    z = z * torch.ones_like(length).masked_fill(length > limit, factor).masked_fill(length < 1 / limit, 1 / factor)
+    length = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp(min=torch.finfo(z.dtype).tiny)
+    return torch.div(z, length)
+
+
+def saturated(scores: Tensor, finite: Tensor) -> Tensor:
+    """Scores that overflow become the largest number of their dtype; NaN where ``finite`` is NaN or infinite."""
+    largest = torch.finfo(scores.dtype).max
+    return torch.where(scores.isfinite(), scores, largest) + (finite - finite).to(scores.dtype)
+
+
+def full_precision(z: Tensor) -> torch.autocast:
+    """A block without autocast, which would run matrix products in half precision; part of exported graphs too."""
+    return torch.autocast(z.device.type, enabled=False)

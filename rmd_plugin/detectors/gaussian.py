@@ -10,19 +10,26 @@ cancel in every direction in which the class means do not differ, because Sigma_
 r <= K - 1 columns and a_i = b_i / (1 + b_i), where b_i is the between-class variance along column i in units of the
 within-class one.
 
+Where Sigma is singular (N - K < D, or features that depend on each other), both distances use pseudo-inverses, those of
+Sigma and of Sigma_0, as scikit-learn and OpenOOD do; see :func:`rmd_plugin.detectors.functional.whiten`. Class means
+then also differ in p <= K - 1 directions in which no class varies. There MD_k is zero and MD_0 is not, so A has up to
+r + p columns, and some weights are negative. RMD = MD - MMD holds in every case.
+
 Every ``fit_*`` takes the moments of the training features and the shrinkage of Sigma (:func:`regularised_covariance`;
 Sigma_0 is the regularised Sigma plus Sigma_B), and returns parameters, most of them those of :class:`QuadraticScore`.
 """
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from rmd_plugin.detectors.functional import (
     class_quadratics,
+    full_precision,
     nearest_quadratic,
     oas_shrinkage,
+    saturated,
     shrink,
+    unit_length,
     warn_numerical,
     whiten,
 )
@@ -32,6 +39,12 @@ from rmd_plugin.encoding.features import pool_features
 #: Above this amplification of rounding errors (see ``_with_amplification``) float32 features are scored in float64.
 #: Below it the errors of float32 stay under about 5e-5 of the spread of the scores.
 MAX_FLOAT32_AMPLIFICATION = 50.0
+#: Features of a smaller variance, relative to the largest, are dead: sentence embeddings hold some of size 1e-32.
+_DEAD_VARIANCE = 1e-40
+#: Factor that lets a sum over features overflow only if they are infinite.
+_PROBE = 1e-20
+#: Variances of features between which float32 has room for squares.
+_FLOAT32_VARIANCES = (1e-30, 1e30)
 
 
 class QuadraticScore(nn.Module):
@@ -59,41 +72,68 @@ class QuadraticScore(nn.Module):
         # What the rounded shift misses goes into the bias: features of mean 1e4 lose no digits in float32.
         missing = exact_shift - shift.double()
         bias = -missing * projection if projection.ndim == 1 else -missing @ projection
+        # a mean over a map has more digits than float32 has: with a large shift, that is taken off before
+        gathered = (exact_shift.square() @ projection.square()).sum() / max(1, projection.shape[-1])
+        self.centre_maps = bool(gathered.sqrt() > MAX_FLOAT32_AMPLIFICATION)
         buffers = {"shift": shift, "projection": projection, "bias": bias, "points": points}
         buffers |= {"weights": parameters["weights"], "offsets": points.square().sum(1)}
         for name, value in buffers.items():
             self.register_buffer(name, value.to(dtype))
 
     def forward(self, z: Tensor) -> Tensor:
-        """Scores of shape (B,) for features of shape (B, D) or maps of shape (B, C, H, W); higher is more OOD."""
-        return nearest_quadratic(self.project(z), self.weights, self.points, self.offsets)
+        """Scores of shape (B,) for features of shape (B, D) or maps of shape (B, C, H, W); higher is more OOD.
+
+        The largest number of the dtype where a score of finite features overflows; NaN for NaN and infinite features.
+        """
+        with full_precision(z):
+            u, finite = self._project(z)
+            return saturated(nearest_quadratic(u, self.weights, self.points, self.offsets), finite)
 
     def project(self, z: Tensor) -> Tensor:
         """Coordinates u of shape (B, q)."""
-        z = pool_features(z.to(self.shift.dtype))
-        if self.normalize:
-            z = F.normalize(z, dim=1)
-        centred = z - self.shift
-        if self.projection.ndim == 1:
-            return centred * self.projection + self.bias
-        return torch.addmm(self.bias, centred, self.projection)
+        with full_precision(z):
+            return self._project(z)[0]
 
     def class_scores(self, z: Tensor) -> Tensor:
         """Score of every class point, shape (B, K)."""
-        return class_quadratics(self.project(z), self.weights, self.points, self.offsets)
+        with full_precision(z):
+            u, finite = self._project(z)
+            return saturated(class_quadratics(u, self.weights, self.points, self.offsets), finite.unsqueeze(1))
 
     def contributions(self, z: Tensor) -> Tensor:
         """Terms of the score along each direction, shape (B, q)."""
-        u = self.project(z)
-        nearest = class_quadratics(u, self.weights, self.points, self.offsets).argmin(dim=1)
-        points = self.points[nearest]
-        return self.weights * u.square() + points * (points - 2 * u)
+        with full_precision(z):
+            u, finite = self._project(z)
+            nearest = class_quadratics(u, self.weights, self.points, self.offsets).argmin(dim=1)
+            points = self.points[nearest]
+            return saturated(self.weights * u.square() + points * (points - 2 * u), finite.unsqueeze(1))
+
+    def _project(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Coordinates u of shape (B, q), and numbers of shape (B,) that are finite where the features are."""
+        z = z.to(self.shift.dtype)
+        if z.ndim == 4:
+            before = self.shift[:, None, None] if self.centre_maps and not self.normalize else None
+            # weights instead of a sum, which can overflow where the mean does not
+            share = z.new_full((z.shape[2] * z.shape[3],), 1 / (z.shape[2] * z.shape[3]))
+            z = (z if before is None else z - before).flatten(2) @ share
+            centred = unit_length(z) - self.shift if self.normalize else z if before is not None else z - self.shift
+        else:
+            z = pool_features(z)  # refuses other shapes
+            centred = (unit_length(z) if self.normalize else z) - self.shift
+        finite = centred @ torch.full_like(self.shift, _PROBE)
+        if self.projection.ndim == 1:
+            return centred * self.projection + self.bias, finite
+        return torch.addmm(self.bias, centred, self.projection), finite
 
 
-def fit_mahalanobis(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
-    """Fit min_k MD_k: one column per eigen-direction of Sigma, by descending variance."""
+def fit_mahalanobis(moments: Moments, *, shrinkage: float | str = 0.0, eigenvectors: bool = False) -> dict[str, Tensor]:
+    """Fit min_k MD_k: one column per eigen-direction of Sigma, by descending variance.
+
+    Where units differ so widely that eigenvectors would lose features, other directions take their place, unless
+    ``eigenvectors`` insists.
+    """
     sigma = regularised_covariance(moments, shrinkage)
-    projection = _visible_whitening(sigma, moments, "within-class covariance")
+    projection = _visible_whitening(sigma, moments, "within-class covariance", eigenvectors=eigenvectors)
     return _with_class_points(moments, sigma, projection)
 
 
@@ -102,7 +142,7 @@ def fit_partial(
 ) -> dict[str, Tensor]:
     """Fit the Mahalanobis distance within the ``components`` leading eigen-directions of Sigma, or all the others."""
     sigma = regularised_covariance(moments, shrinkage)
-    projection = _visible_whitening(sigma, moments, "within-class covariance")
+    projection = _visible_whitening(sigma, moments, "within-class covariance", eigenvectors=True)
     rank = projection.shape[1]
     if components >= rank and not largest:
         raise ValueError(
@@ -127,7 +167,7 @@ def fit_marginal(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str,
         "weights": projection.new_ones(width),
         "points": projection.new_zeros(1, width),
     }
-    return _with_amplification(parameters, sigma_0)
+    return _with_amplification(parameters, sigma_0, moments)
 
 
 def fit_relative(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
@@ -138,13 +178,16 @@ def fit_relative(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str,
     if len(offsets) == 1:
         message = "RMD of a single class is zero everywhere, because the class is the background. Use Mahalanobis."
         warn_numerical(message, kind="RMD of a single class")
+    whitening = _visible_whitening(sigma, moments, "within-class covariance")
+    sigma_0 = sigma + moments.between_covariance
     if moments.diagonal:
-        projection = _visible_whitening(sigma, moments, "within-class covariance")
-        points = offsets * projection
+        # a feature that is constant within the classes counts in MD_0 alone
+        outside = (whitening == 0) & (sigma_0 > _noise(moments))
+        projection = torch.where(outside, sigma_0, 1.0).rsqrt() * outside + whitening
+        points = offsets * whitening
         between = (shares[:, None] * points.square()).sum(0)
+        weights = torch.where(outside, -1.0, between / (1 + between))
     else:
-        # nobody looks at single columns of this whitening, so it may take the more exact way
-        whitening = _visible_whitening(sigma, moments, "within-class covariance", equilibrate=True)
         points = offsets @ whitening
         # The class means span the only directions in which MD_k and MD_0 differ.
         _, singular, directions = torch.linalg.svd(shares.sqrt()[:, None] * points, full_matrices=False)
@@ -152,15 +195,46 @@ def fit_relative(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str,
         scale = max(1.0, float(between.amax())) if len(between) else 1.0
         rank = int((between > max(points.shape) * torch.finfo(points.dtype).eps * scale).sum())
         rotation = directions[:rank].T
-        projection, points, between = whitening @ rotation, points @ rotation, between[:rank]
+        projection, points, weights = whitening @ rotation, points @ rotation, between[:rank] / (1 + between[:rank])
+        if whitening.shape[1] < moments.num_features:
+            outside = _directions_outside(shares.sqrt()[:, None] * offsets, sigma, whitening, sigma_0)
+            projection, points, weights = _join(projection, points, outside, shares.sqrt()[:, None] * offsets)
     parameters = {
         "shift": moments.background_mean,
         "projection": projection.contiguous(),
-        "weights": between / (1 + between),
+        "weights": weights,
         "points": points.contiguous(),
         "classes": moments.counts.nonzero().flatten(),
     }
-    return _with_amplification(parameters, sigma + moments.between_covariance)
+    return _with_amplification(parameters, sigma_0, moments)
+
+
+def _directions_outside(rows: Tensor, sigma: Tensor, whitening: Tensor, sigma_0: Tensor) -> Tensor:
+    """Directions (D, p) in which no class varies but the class means do, scaled to unit variance of ``rows`` (K, D)."""
+    alive = whitening.abs().amax(1) > 0 if whitening.shape[1] else sigma.new_zeros(len(sigma), dtype=torch.bool)
+    # orthogonal to all features that vary, or to the range of Sigma, whose projector is A (Sigma A)^T
+    whole = int(alive.sum()) == whitening.shape[1]
+    outside = rows * ~alive if whole else rows - rows @ (sigma @ whitening) @ whitening.T
+    _, singular, directions = torch.linalg.svd(outside, full_matrices=False)
+    cutoff = len(sigma) * torch.finfo(sigma.dtype).eps * float(sigma_0.diagonal().amax())
+    keep = singular.square() > cutoff
+    return torch.div(directions[keep].T, singular[keep])
+
+
+def _join(projection: Tensor, points: Tensor, outside: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Projection, points and weights of MD_k - MD_0 over the discriminative directions and those outside of Sigma.
+
+    In these coordinates Sigma is the identity, or zero outside, and Sigma_0 adds the second moment of ``rows``. The
+    difference of the two inverses is diagonal after a rotation, which leaves the lengths of the points as they are.
+    """
+    basis = torch.cat([projection, outside], dim=1)
+    coordinates = rows @ basis
+    inside = coordinates.new_zeros(basis.shape[1])
+    inside[: projection.shape[1]] = 1.0
+    background = coordinates.T @ coordinates + inside.diag()
+    weights, rotation = torch.linalg.eigh(inside.diag() - torch.cholesky_inverse(torch.linalg.cholesky(background)))
+    weights, rotation = weights.flip(0), rotation.flip(1)
+    return basis @ rotation, points @ rotation[: projection.shape[1]], weights
 
 
 def fit_coordinates(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
@@ -169,7 +243,7 @@ def fit_coordinates(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[s
     Of the classes that occur: ``points`` (K', q), their means in u; ``shares`` (K',) of the samples; ``classes`` (K',).
     """
     sigma = regularised_covariance(moments, shrinkage)
-    projection = _visible_whitening(sigma, moments, "within-class covariance", equilibrate=True)
+    projection = _visible_whitening(sigma, moments, "within-class covariance")
     return {
         "shift": moments.background_mean,
         "projection": projection,
@@ -185,6 +259,8 @@ def regularised_covariance(moments: Moments, shrinkage: float | str) -> Tensor:
     The intensity lies in [0, 1], or is ``"oas"`` for the oracle-approximating one.
     """
     sigma = moments.covariance
+    if not bool(sigma.isfinite().all()):
+        raise ValueError("the squares of the features overflow float64. Scale the features to a size below 1e150.")
     variance = sigma if moments.diagonal else sigma.diagonal()
     if not bool((variance > 0).any()):
         raise ValueError(
@@ -196,15 +272,22 @@ def regularised_covariance(moments: Moments, shrinkage: float | str) -> Tensor:
     return shrink(sigma, intensity) if intensity else sigma
 
 
-def _visible_whitening(covariance: Tensor, moments: Moments, name: str, *, equilibrate: bool = False) -> Tensor:
+def _noise(moments: Moments) -> Tensor:
+    """Variance, shape (D,), that rounding alone gives to each feature, or that is nothing beside the largest one's."""
+    second = (moments.second if moments.diagonal else moments.second.diagonal()) / moments.num_samples
+    rounding = max(64, moments.num_features) * torch.finfo(second.dtype).eps * second
+    return rounding.clamp(min=_DEAD_VARIANCE * float(second.amax()))
+
+
+def _visible_whitening(covariance: Tensor, moments: Moments, name: str, *, eigenvectors: bool = False) -> Tensor:
     """Whitening matrix (D, q), or for a diagonal covariance the vector (D,) with zeros for dead features."""
-    dim = moments.num_features
+    dim, noise = moments.num_features, _noise(moments)
     if covariance.ndim == 1:
-        cutoff = dim * torch.finfo(covariance.dtype).eps * float(covariance.amax())
-        alive = covariance > cutoff
+        alive = covariance > noise
         projection, rank = torch.where(alive, covariance, 1.0).rsqrt() * alive, int(alive.sum())
+        cutoff = float(covariance[~alive].amax()) if rank < dim else 0.0
     else:
-        projection, _, cutoff = whiten(covariance, equilibrate=equilibrate)
+        projection, cutoff = whiten(covariance, noise, eigenvectors=eigenvectors)
         rank = projection.shape[1]
     if rank < dim:
         reason = f" ({moments.num_samples} samples are too few for {dim} features)"
@@ -240,24 +323,30 @@ def _with_class_points(moments: Moments, sigma: Tensor, projection: Tensor) -> d
         "points": points,
         "classes": moments.counts.nonzero().flatten(),
     }
-    return _with_amplification(parameters, sigma + moments.between_covariance)
+    return _with_amplification(parameters, sigma + moments.between_covariance, moments)
 
 
-def _with_amplification(parameters: dict[str, Tensor], sigma_0: Tensor) -> dict[str, Tensor]:
+def _with_amplification(parameters: dict[str, Tensor], sigma_0: Tensor, moments: Moments) -> dict[str, Tensor]:
     """Add by how much rounding errors of relative size eps grow in the scores, relative to the scores' spread.
 
-    Two things amplify: directions of small variance gather rounding errors of features of large variance, and large
-    terms of the class quadratic cancel where classes lie far apart. Both sizes follow from the fit alone.
+    Three things amplify: directions of small variance gather rounding errors of features of large variance; large terms
+    of the class quadratic cancel where classes lie far apart; and features that are computed, as those of unit length,
+    are rounded before their mean is taken off. All sizes follow from the fit alone. Where float32 has no room for the
+    features' squares the amplification is infinite.
     """
     projection, weights = parameters["projection"], parameters["weights"]
     width = max(1, len(weights))
+    variance = sigma_0 if sigma_0.ndim == 1 else sigma_0.diagonal()
+    rounded = variance + parameters["shift"].square() if moments.normalized else variance
     if projection.ndim == 1:
-        gathered = coordinates = sigma_0 * projection.square()
+        gathered, coordinates = rounded * projection.square(), variance * projection.square()
     else:
-        variance = sigma_0 if sigma_0.ndim == 1 else sigma_0.diagonal()
-        gathered = variance @ projection.square()
+        gathered = rounded @ projection.square()
         coordinates = ((sigma_0 @ projection) * projection).sum(0)
     spread = (2 * width) ** 0.5
     # a term's own rounding error is about six times smaller than what a long sum gathers (measured)
-    amplification = (2 * gathered.sum()).sqrt() / spread + (weights * coordinates).sum() / spread / 6
+    amplification = (2 * gathered.sum()).sqrt() / spread + (weights.abs() * coordinates).sum() / spread / 6
+    used = variance[projection.reshape(len(variance), -1).abs().amax(1) > 0] if projection.numel() else variance
+    if not bool(((used > _FLOAT32_VARIANCES[0]) & (used < _FLOAT32_VARIANCES[1])).all()):
+        amplification = torch.full_like(amplification, torch.inf)
     return {**parameters, "amplification": amplification}

@@ -1,8 +1,13 @@
 """What features and labels must look like, and how feature maps become features."""
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
+
+#: numbers of a feature map that are widened at a time
+_WIDENED_NUMBERS = 2**22
 
 
 def widened(z: Tensor) -> Tensor:
@@ -10,12 +15,21 @@ def widened(z: Tensor) -> Tensor:
     return z.float() if z.is_floating_point() and torch.finfo(z.dtype).bits < 32 else z
 
 
-def pool_features(z: Tensor) -> Tensor:
-    """Bring features to shape (B, D): maps of shape (B, C, H, W) are averaged over space."""
+def pool_features(z: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Bring features to shape (B, D): maps of shape (B, C, H, W) are averaged over space.
+
+    A mean has more digits than what it is taken of: that of half precision is float32, or of the ``dtype`` that is
+    given. Features (B, D) stay as they are.
+    """
     if z.ndim == 2:
         return z
     if z.ndim == 4:
-        return z.mean(dim=(2, 3))
+        wide = dtype or widened(z[:0]).dtype
+        if wide == z.dtype:
+            return z.mean(dim=(2, 3))
+        # torch widens a copy of all that it is given at once
+        rows = max(1, _WIDENED_NUMBERS // max(1, math.prod(z.shape[1:])))
+        return torch.cat([part.mean(dim=(2, 3), dtype=wide) for part in z.split(rows)])
     raise ValueError(
         f"features must have shape (B, D), or (B, C, H, W) to be averaged over space, got {tuple(z.shape)}. "
         "Pool tokens or time steps in the encoder."

@@ -3,26 +3,110 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
+from types import CellType, FunctionType, ModuleType
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+#: how far, and over how many objects, modules are looked for behind a callable
+_MAX_STEPS, _MAX_OBJECTS = 4, 10_000
 
 
 @contextmanager
 def evaluating(encoder: object) -> Iterator[None]:
-    """Put a module, or the owner of a bound method, into evaluation mode; every submodule gets its own mode back."""
-    owner = encoder if isinstance(encoder, nn.Module) else getattr(encoder, "__self__", None)
-    modes = [(module, module.training) for module in owner.modules()] if isinstance(owner, nn.Module) else []
-    try:
-        for module, _ in modes:
-            module.training = False
+    """Put the modules behind an encoder into evaluation mode; every submodule gets its own mode back.
+
+    The encoder is a module, or a callable that has modules: a bound method, a partial, a lambda, an object with
+    ``__call__``. What it hides from :func:`_modules_behind` is left to :func:`evaluating_calls`.
+    """
+    with _restored_modes() as evaluate:
+        for module in _modules_behind(encoder):
+            evaluate(module)
         yield
+
+
+@contextmanager
+def evaluating_calls(encoder: object) -> Iterator[None]:
+    """The same around a call of the encoder: if no module is found, those that this thread calls are evaluated."""
+    with evaluating(encoder), _restored_modes() as evaluate:
+        thread = threading.get_ident()
+        hidden = not _modules_behind(encoder)
+
+        def enter(module: nn.Module, _: object) -> None:
+            if threading.get_ident() == thread:
+                evaluate(module)
+
+        hook = register_module_forward_pre_hook(enter) if hidden else None
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+
+
+@contextmanager
+def _restored_modes() -> Iterator[Callable[[nn.Module], None]]:
+    """A function that puts a module into evaluation mode until the block ends."""
+    trained: list[nn.Module] = []
+
+    def evaluate(module: nn.Module) -> None:
+        for part in module.modules():
+            if part.training:
+                trained.append(part)
+                part.training = False
+
+    try:
+        yield evaluate
     finally:
-        for module, training in modes:
-            module.training = training
+        for module in trained:
+            module.training = True
+
+
+def _modules_behind(encoder: object) -> list[nn.Module]:
+    """The outermost modules that a callable can reach within a few steps."""
+    found: list[nn.Module] = []
+    seen, near = set[int](), [encoder]
+    for _ in range(_MAX_STEPS):
+        far: list[object] = []
+        for value in near:
+            if id(value) in seen or len(seen) > _MAX_OBJECTS:
+                continue
+            seen.add(id(value))
+            if isinstance(value, nn.Module):
+                found.append(value)
+            else:
+                far.extend(_parts(value))
+        near = far
+    return found
+
+
+def _parts(value: object) -> list[object]:
+    """What an object holds: items, attributes, what it is bound to; of a function its closure and its globals too."""
+    if isinstance(value, (type, ModuleType, torch.Tensor, np.ndarray, str, bytes)):
+        return []
+    if isinstance(value, (dict, list, tuple, set)):
+        return list(islice(value.values() if isinstance(value, dict) else value, 100))
+    parts = list(getattr(value, "__dict__", {}).values())
+    # of a bound method, and of a partial
+    parts += [getattr(value, name, None) for name in ("__self__", "__func__", "func", "args", "keywords")]
+    if isinstance(value, FunctionType):
+        parts += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        parts += [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
+        parts += [value.__defaults__, value.__kwdefaults__]
+    return parts
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from rmd_plugin.encoding.batches import Encoded, EncodingError
 from rmd_plugin.encoding.features import pool_features, widened
-from rmd_plugin.encoding.isolation import evaluating
+from rmd_plugin.encoding.isolation import evaluating, evaluating_calls
 
 
 class PairEncoder:
@@ -27,7 +27,9 @@ class PairEncoder:
             found = f"{type(batch).__name__} of length {len(batch)}" if hasattr(batch, "__len__") else batch
             raise EncodingError(f"the loader must yield pairs (x, y), got a {found}.")
         x, y = batch
-        return Encoded(pool_features(widened(self.module(x).detach())), labels=torch.as_tensor(y), batch=batch)
+        with evaluating_calls(self.module):
+            z = self.module(x).detach()
+        return Encoded(widened(pool_features(z)), labels=torch.as_tensor(y), batch=batch)
 
 
 def encode_batches(

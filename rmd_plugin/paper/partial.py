@@ -36,7 +36,7 @@ def cumulative_scores(moments: Moments, z: Tensor) -> tuple[Tensor, Tensor]:
         ``largest`` (B, q), whose column d - 1 sums over the d directions of largest variance, and ``smallest`` (B, q),
         whose column d sums over the q - d others. q is the number of eigen-directions with variance.
     """
-    module = QuadraticScore(fit_mahalanobis(moments), torch.float64)
+    module = QuadraticScore(fit_mahalanobis(moments, eigenvectors=True), torch.float64)
     classes, width = module.points.shape
     largest = torch.empty(len(z), width, dtype=torch.float64)
     smallest = torch.empty_like(largest)

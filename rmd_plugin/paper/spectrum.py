@@ -36,7 +36,7 @@ def fit_directions(moments: Moments, *, discriminative: bool = False) -> Spectru
     there the terms of both add up exactly. Where Sigma is a multiple of the identity its eigenvectors are arbitrary,
     and this is the only choice that says anything.
     """
-    parameters = fit_mahalanobis(moments)
+    parameters = fit_mahalanobis(moments, eigenvectors=True)
     shares = moments.counts[moments.counts > 0] / moments.counts.sum()
     points = parameters["points"]
     if discriminative:

@@ -237,6 +237,56 @@ def test_accumulators_merge(blobs):
     assert_same(empty.compute(), collect(z, y))
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"normalize": True}, "normalized"), ({"diagonal": True}, "diagonal"), ({"num_classes": 4}, "num_classes")],
+)
+@pytest.mark.parametrize("started", [False, True])
+def test_accumulators_of_other_options_do_not_merge(blobs, options, name, started):
+    z, y, _ = blobs
+    own, other = ClassMoments(**options), ClassMoments()
+    if started:
+        own.update(z[:8], torch.zeros(8).long())
+    other.update(z, y)
+    before = {key: value.clone() for key, value in own.metric_state.items()}
+    with pytest.raises(ValueError, match=rf"{name}=.* and {name}="):
+        own.merge_state(other)
+    assert all(torch.equal(value, before[key]) for key, value in own.metric_state.items())
+
+
+@pytest.mark.parametrize("options", [{}, {"diagonal": True}, {"normalize": True}, {"num_classes": 5}], ids=str)
+def test_a_state_merges_as_its_accumulator_does(blobs, options):
+    z, y, _ = blobs
+    first, second, empty = (ClassMoments(**options) for _ in range(3))
+    first.update(z[:100], y[:100])
+    second.update(z[100:], y[100:])
+    first.merge_state(second.metric_state)
+    assert_same(first.compute(), collect(z, y, **options))
+    empty.merge_state({name: value.clone() for name, value in first.metric_state.items()})
+    assert_same(empty.compute(), collect(z, y, **options))
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape"])
+def test_what_is_no_state_does_not_merge(blobs, damage):
+    metric = ClassMoments()
+    metric.update(*blobs[:2])
+    state = dict(metric.metric_state)
+    if damage == "missing":
+        del state["shift"]
+    else:
+        state["counts"] = state["counts"][:2]
+    with pytest.raises(ValueError, match="expected the state of a ClassMoments"):
+        ClassMoments().merge_state(state)
+    with pytest.raises(ValueError, match="another ClassMoments or its state to merge, got int"):
+        metric.merge_state(3)
+
+
+def test_maps_of_half_precision_are_averaged_in_float64():
+    maps = (torch.randn(40, 3, 5, 5) + 100).bfloat16()
+    y = torch.arange(40) % 2
+    assert_same(collect(maps, y, batch=7), collect(maps.double().mean((2, 3)), y))
+
+
 def test_a_single_feature_keeps_its_shape():
     moments = collect(torch.randn(10, 1), torch.zeros(10).long())
     assert moments.covariance.shape == (1, 1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rmd_plugin.detectors.flows.spec import LOG_TWO_PI, FlowSpec, Parameters, elementwise
+from rmd_plugin.detectors.functional import full_precision, saturated, unit_length
 from rmd_plugin.detectors.gaussian import fit_coordinates
 from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.encoding.features import pool_features
@@ -58,7 +59,7 @@ def project(z: Tensor, state: dict[str, Tensor], normalize: bool) -> Tensor:
     """Coordinates u of :func:`fit_start`, shape (B, q), float64, of features of shape (B, D) or (B, C, H, W)."""
     # float64: whitening gathers the rounding errors of wide features in narrow directions, and costs little here
     z = pool_features(z.double())
-    return ((F.normalize(z, dim=1) if normalize else z) - state["shift"]) @ state["projection"]
+    return ((unit_length(z) if normalize else z) - state["shift"]) @ state["projection"]
 
 
 class FlowScore(nn.Module):
@@ -88,19 +89,21 @@ class FlowScore(nn.Module):
         """Score of every class, shape (B, K): -log p_k, or log p_0 - log p_k."""
         u = self.whiten(z)
         dtype = self.class_bank.centers.dtype
-        scores = -self.class_bank(u.to(dtype))
-        if self.background_bank is None:
-            scores = scores - self.log_volume.to(dtype)
-        else:
-            # the volume of the whitening itself is in both densities and cancels
-            v = (u @ self.background).to(dtype)
-            scores = scores + self.background_bank(v) + self.background_log_volume.to(dtype)
-        finite = u.isfinite().all(1, keepdim=True)
-        return torch.where(finite, scores, torch.full_like(scores, torch.nan))
+        with full_precision(z):
+            scores = -self.class_bank(u.to(dtype))
+            if self.background_bank is None:
+                scores = scores - self.log_volume.to(dtype)
+            else:
+                # the volume of the whitening itself is in both densities and cancels
+                v = (u @ self.background).to(dtype)
+                scores = scores + self.background_bank(v) + self.background_log_volume.to(dtype)
+        # tiny parts: this sum overflows only if a feature is infinite
+        return saturated(scores, (z.flatten(1) * 1e-20).sum(1, keepdim=True))
 
     def whiten(self, z: Tensor) -> Tensor:
         """Coordinates u of shape (B, q), float64."""
-        return project(z, {"shift": self.shift, "projection": self.projection}, self.normalize)
+        with full_precision(z):
+            return project(z, {"shift": self.shift, "projection": self.projection}, self.normalize)
 
 
 class FlowBank(nn.Module):
