@@ -74,20 +74,29 @@ def _enough(size: int) -> int:
     return math.ceil(size / (1 << 30))
 
 
-def check_zip(path: str | os.PathLike[str], usual: int, members: list[zipfile.ZipInfo]) -> None:
-    """Refuse members of an archive that unpack to too much together; of the file's own size, as members may overlap."""
+def check_zip(path: str | os.PathLike[str], usual: int, members: list[zipfile.ZipInfo] | None = None) -> None:
+    """Refuse members of an archive, by default all, that unpack to too much together; a file of another kind passes."""
+    if members is None:
+        if not zipfile.is_zipfile(path):
+            return
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    # of the size of the file, not of its members, which may overlap
     check_size(path, sum(member.file_size for member in members), usual, packed=os.path.getsize(path))
 
 
-def read_bytes(path: str | os.PathLike[str], usual: int) -> bytes:
-    """Content of a regular file of limited size: a FIFO would wait for ever, and a device may have no end."""
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Refuse what is no regular file, before it is opened: a FIFO waits for ever, and a device may have no end."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
         raise DataFormatError(path, "is not a regular file, and is not opened")
-    check_size(path, found.st_size, usual)
-    limit = allowed_bytes(usual)
+
+
+def read_bytes(path: str | os.PathLike[str], usual: int) -> bytes:
+    """Content of a regular file of limited size."""
+    check_regular(path)
+    check_size(path, os.path.getsize(path), usual)
     with open(path, "rb") as file:
-        content = file.read(limit + 1)  # some files of the system are longer than they say
+        content = file.read(allowed_bytes(usual) + 1)  # some files of the system are longer than they say
     check_size(path, len(content), usual)
     return content
 

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from rmd_plugin.extras import require
+from rmd_plugin.untrusted import DataFormatError, check_zip
 
 log = logging.getLogger(__name__)
 
 # names under which training programs put the weights beside optimiser state and counters
 _CONTAINERS = ("state_dict", "model_state_dict", "model")
+_MAX_BYTES = 1 << 36
 
 
 class CheckpointError(ValueError):
@@ -37,7 +39,10 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             # a file of another pickle protocol loads or is refused: either way the outcome says more
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            check_zip(path, _MAX_BYTES)  # torch packs nothing, but unpacks what others packed
             content: object = load(str(path))
+    except DataFormatError as error:
+        raise CheckpointError(str(error)) from error
     except pickle.UnpicklingError as error:
         # not torch's own words: they advise to turn the protection off
         raise CheckpointError(
