@@ -1,4 +1,4 @@
-"""Arrays of npz files that somebody else wrote, and the headers of npy files. Nothing here unpickles a Python object."""
+"""Arrays of npz files that somebody else wrote, and headers of npy files. Nothing here unpickles a Python object."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import warnings
 import zipfile
 from collections.abc import Iterable
-from pathlib import Path
 from typing import IO
 
 import numpy as np
@@ -18,7 +17,7 @@ from rmd_plugin.untrusted import DataFormatError, check_regular, check_zip
 _MAX_BYTES = 1 << 35
 
 
-def check_header(stream: IO[bytes], size: int, path: str | Path, what: str, start: int = 0) -> None:
+def check_header(stream: IO[bytes], size: int, path: str | os.PathLike[str], what: str, start: int = 0) -> None:
     """Refuse an npy stream of ``size`` bytes that announces another array, before numpy takes memory for it."""
     try:
         # numpy warns on headers that Python 2 wrote and on invalid escapes in garbage; neither is a good file
@@ -47,9 +46,9 @@ def brief(error: BaseException) -> str:
 
 
 def read_npz(
-    path: str | Path, keys: Iterable[str] | None = None, *, max_bytes: int = _MAX_BYTES
+    path: str | os.PathLike[str], keys: Iterable[str] | None = None, *, max_bytes: int = _MAX_BYTES
 ) -> dict[str, np.ndarray]:
-    """Arrays of an npz file, all or those of ``keys``, of at most ``max_bytes`` together (``RMD_MAX_GIB`` raises it)."""
+    """Arrays of an npz file, all or those of ``keys``, of ``max_bytes`` together at most (``RMD_MAX_GIB``: more)."""
     check_regular(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -71,9 +70,14 @@ def read_npz(
         raise DataFormatError(path, f"is not a readable npz file: {brief(error)}{hint}", size) from None
 
 
-def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str | Path, key: str) -> np.ndarray:
+def _read_member(
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str | os.PathLike[str], key: str
+) -> np.ndarray:
     what, start = f"array {key!r}", member.header_offset
-    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # the other ways take memory as they like
+    if member.compress_type not in (
+        zipfile.ZIP_STORED,
+        zipfile.ZIP_DEFLATED,
+    ):  # the other ways take memory as they like
         raise DataFormatError(path, f"{what} is packed in a way that numpy does not write", start)
     with archive.open(member) as stream:
         check_header(stream, member.file_size, path, what, start)

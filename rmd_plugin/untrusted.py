@@ -127,7 +127,7 @@ def read_mapping(path: str | os.PathLike[str], usual: int = 1 << 20) -> dict[str
 def _parse_yaml(text: str) -> Any:
     import yaml  # type: ignore[import-untyped]
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+    class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 raise ValueError(f"line {self.peek_event().start_mark.line + 1} refers to another place (*)")

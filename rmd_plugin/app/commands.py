@@ -21,7 +21,7 @@ _make_record = logging.getLogRecordFactory()
 
 
 def _plain_record(*arguments: Any, **more: Any) -> logging.LogRecord:
-    """A record whose text, if it is ours, steers no terminal: it may name a file or a class that somebody else named."""
+    """A record whose text, if it is ours, steers no terminal: it may hold names that somebody else gave."""
     record = _make_record(*arguments, **more)
     if record.name.startswith("rmd_plugin"):
         record.msg, record.args = one_line(record.getMessage()), ()

@@ -35,7 +35,8 @@ _FUNCTIONS = ("torchvision.models",)
 #: what may follow ``${``: a reference inside the config, our resolvers, and of the environment our own variables; a
 #: further brace would be a mapping, and so a target that is written as text
 _INTERPOLATION = re.compile(
-    r"(?:[^{}:$]*\}|(?:hydra|now|oc\.select|rmd_\w+):|oc\.env:(?:RMD_DATA_DIR|RMD_CACHE_DIR)\s*[,}])[^{]*", flags=re.ASCII
+    r"(?:[^{}:$]*\}|(?:hydra|now|oc\.select|rmd_\w+):|oc\.env:(?:RMD_DATA_DIR|RMD_CACHE_DIR)\s*[,}])[^{]*",
+    flags=re.ASCII,
 )
 #: how a kept config begins
 _DEFAULTS = [[{"command@hydra": command}, "_self_"] for command in ("train", "compare")]
@@ -57,7 +58,9 @@ def check_config(config: Mapping[str, Any] | DictConfig, source: str, remedy: st
     for place, value in _leaves(plain):
         target = place[-1:] == ("_target_",)
         if target and not _may_make(value):
-            raise _refused(source, f"{'.'.join(place)}={value}, which is not among the classes that it may make", remedy)
+            raise _refused(
+                source, f"{'.'.join(place)}={value}, which is not among the classes that it may make", remedy
+            )
         if isinstance(value, str):
             pieces = value.split("${")[1:]
             if pieces and (target or not all(map(_INTERPOLATION.fullmatch, pieces))):
@@ -87,7 +90,11 @@ def check_command_line() -> None:
         text, config = read_text(path, _MAX_BYTES), read_mapping(path, _MAX_BYTES)
     except DataFormatError as error:
         raise UntrustedConfigError(str(error)) from error
-    if config.pop("defaults", None) not in _DEFAULTS or "hydra" in config or re.search(r"^\s*#\s*@", text, flags=re.MULTILINE):
+    if (
+        config.pop("defaults", None) not in _DEFAULTS
+        or "hydra" in config
+        or re.search(r"^\s*#\s*@", text, flags=re.MULTILINE)
+    ):
         raise _refused(str(path), "settings of Hydra, which can run any program", _FLAG)
     check_config(config, str(path))
 
@@ -117,7 +124,11 @@ def _may_make(target: object) -> bool:
         return False
     # where it is defined counts: rmd_plugin.x.os.system is spelled as one of ours
     where = str(getattr(found, "__module__", ""))
-    return _inside(where, _CLASSES) if isinstance(found, type) else inspect.isfunction(found) and _inside(where, _FUNCTIONS)
+    return (
+        _inside(where, _CLASSES)
+        if isinstance(found, type)
+        else inspect.isfunction(found) and _inside(where, _FUNCTIONS)
+    )
 
 
 def _inside(name: str, packages: Sequence[str]) -> bool:

@@ -167,7 +167,9 @@ class RunFolder:
         except (OSError, RunFolderError):
             before = RunStatus("running")
         host = before.host or socket.gethostname()
-        self._write_status(replace(before, state=state, reason=one_line(" ".join(reason.split())), ended=_now(), host=host))
+        self._write_status(
+            replace(before, state=state, reason=one_line(" ".join(reason.split())), ended=_now(), host=host)
+        )
 
     def _write_status(self, status: RunStatus) -> None:
         self._write_json(STATUS, vars(status) | {"about": dict(status.about)})

@@ -102,7 +102,10 @@ def test_the_command_runs_nothing_of_a_kept_config_that_was_changed(tmp_path, mo
     for number, (reason, config) in enumerate(kept_config(touched)):
         (tmp_path / f"run{number}").mkdir()
         (tmp_path / f"run{number}" / "config.yaml").write_text(yaml.safe_dump({**config, "trust_config": True}))
-        for flags in (["--config-dir", f"run{number}", "--config-name", "config"], [f"-cd=run{number}", "-cn=config.yaml"]):
+        for flags in (
+            ["--config-dir", f"run{number}", "--config-name", "config"],
+            [f"-cd=run{number}", "-cn=config.yaml"],
+        ):
             assert config_kit.call(commands.compare, monkeypatch, "rmd-compare", *flags, "hydra.run.dir=out") == 1
             error = capsys.readouterr().err
             assert reason in error
@@ -117,7 +120,9 @@ def test_the_command_runs_nothing_of_a_kept_config_that_was_changed(tmp_path, mo
 
 
 def test_a_header_of_hydra_in_a_kept_config_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "config.yaml").write_text("\n # @package hydra.callbacks\ndefaults:\n- command@hydra: train\n- _self_\n")
+    (tmp_path / "config.yaml").write_text(
+        "\n # @package hydra.callbacks\ndefaults:\n- command@hydra: train\n- _self_\n"
+    )
     monkeypatch.setattr("sys.argv", ["rmd-train", "--config-dir", str(tmp_path), "--config-name", "config"])
     with pytest.raises(UntrustedConfigError, match="settings of Hydra"):
         trust.check_command_line()

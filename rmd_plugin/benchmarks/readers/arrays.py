@@ -49,8 +49,12 @@ def read_pt(path: str | Path) -> dict[str, Tensor]:
         if not isinstance(key, str) or not isinstance(value, Tensor):
             raise DataFormatError(path, f"entry {key!r} is a {type(value).__name__}; a tensor is expected")
         if value.layout != torch.strided or value.device.type != "cpu":
-            raise DataFormatError(path, f"entry {key!r} is a {value.layout} tensor on {value.device}; a plain one is expected")
+            raise DataFormatError(
+                path, f"entry {key!r} is a {value.layout} tensor on {value.device}; a plain one is expected"
+            )
         # a stride of 0 makes a few bytes look like any size, until the first copy
         if value.numel() * value.itemsize > value.untyped_storage().nbytes():
-            raise DataFormatError(path, f"entry {key!r} of shape {tuple(value.shape)} is larger than what the file holds")
+            raise DataFormatError(
+                path, f"entry {key!r} of shape {tuple(value.shape)} is larger than what the file holds"
+            )
     return dict(loaded)

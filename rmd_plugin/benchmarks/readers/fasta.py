@@ -24,7 +24,7 @@ _CODES[list(b"ACGTUacgtu")] = [0, 1, 2, 3, 3] * 2  # RNA spells thymine's place 
 _CODES[list(b"\n\r")] = _BREAK
 
 
-def encode_bases(letters: bytes) -> np.ndarray:
+def encode_bases(letters: bytes | bytearray) -> np.ndarray:
     """Base ids of DNA letters, shape (len(letters),), uint8: ACGT = 0..3, other IUPAC letters 4, all else above."""
     return _CODES[np.frombuffer(letters, dtype=np.uint8)]
 
@@ -52,7 +52,9 @@ def read_fasta(path: str | Path, *, max_bytes: int = 1 << 30) -> dict[str, np.nd
         bad = np.flatnonzero(codes == _BAD)
         if len(bad):
             place = line_end + 1 + int(bad[0])
-            raise DataFormatError(path, f"{bytes(text[place : place + 1])!r} is no base letter (sequence {name!r})", place)
+            raise DataFormatError(
+                path, f"{bytes(text[place : place + 1])!r} is no base letter (sequence {name!r})", place
+            )
         sequence = codes[codes != _BREAK]
         if not name or len(sequence) == 0 or name in found:
             why = "has no name" if not name else "occurs twice" if name in found else "is empty"
