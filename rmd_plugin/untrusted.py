@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -98,6 +99,18 @@ def read_bytes(path: str | os.PathLike[str], usual: int) -> bytes:
     check_size(path, size, usual)
     with open(path, "rb") as file:
         return file.read(size)  # takes memory for so many bytes at once, and some files of the system never end
+
+
+def load_tensors(path: str | os.PathLike[str], usual: int) -> Any:
+    """What a file of ``torch.save`` holds, on the CPU, loaded with ``weights_only=True``; other errors are torch's."""
+    import torch
+
+    with open(path, "rb") as file:
+        packed = file.read(4) == b"PK\x03\x04"
+    check_zip(path, usual)  # torch packs nothing, but unpacks what others packed
+    # the old format from memory: its reader takes as much as a length in the file claims
+    source = os.fspath(path) if packed else io.BytesIO(read_bytes(path, usual))
+    return torch.load(source, map_location="cpu", weights_only=True)
 
 
 def read_text(path: str | os.PathLike[str], usual: int) -> str:

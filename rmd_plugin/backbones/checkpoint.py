@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from rmd_plugin.extras import require
-from rmd_plugin.untrusted import DataFormatError, check_zip
+from rmd_plugin.untrusted import DataFormatError, load_tensors
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
     Anything beyond tensors and plain containers is refused with a CheckpointError, never executed.
     """
-    kind, load = "checkpoint", functools.partial(torch.load, map_location="cpu", weights_only=True)
+    kind, load = "checkpoint", functools.partial(load_tensors, usual=_MAX_BYTES)
     if path.suffix == ".safetensors":
         safetensors = require("safetensors.torch", "vision", needed_by=f"reading {path.name}")
         kind, load = "safetensors file", safetensors.load_file
@@ -39,7 +38,6 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             # a file of another pickle protocol loads or is refused: either way the outcome says more
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            check_zip(path, _MAX_BYTES)  # torch packs nothing, but unpacks what others packed
             content: object = load(str(path))
     except DataFormatError as error:
         raise CheckpointError(str(error)) from error

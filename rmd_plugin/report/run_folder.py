@@ -248,7 +248,10 @@ class RunFolder:
             missing = [name for name in _HISTORY_COLUMNS if name not in (reader.fieldnames or ())]
             if missing:
                 raise ValueError(f"it lacks the columns {', '.join(missing)}")
-            return [{name: parse(record[name]) for name, parse in _HISTORY_COLUMNS.items()} for record in reader]
+            records = list(reader)
+            if any(record[name] is None for record in records for name in _HISTORY_COLUMNS):
+                raise ValueError("a line ends early. Was the file cut off?")
+            return [{name: parse(record[name]) for name, parse in _HISTORY_COLUMNS.items()} for record in records]
         except FileNotFoundError:
             return []
         except (ValueError, KeyError, TypeError, csv.Error) as error:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rmd_plugin.npz import brief, check_header
-from rmd_plugin.untrusted import check_zip
+from rmd_plugin.untrusted import load_tensors
 
 from ..errors import DataFormatError
 
@@ -33,10 +33,9 @@ def read_pt(path: str | Path) -> dict[str, Tensor]:
     if not Path(path).is_file():
         raise FileNotFoundError(path)
     try:
-        check_zip(path, _MAX_BYTES)  # torch packs nothing, but unpacks what others packed
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            loaded = load_tensors(path, _MAX_BYTES)
     except DataFormatError:
         raise
     except Exception:  # torch's legacy reader raises nearly every kind on garbage
