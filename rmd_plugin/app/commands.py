@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
 
 from rmd_plugin.app.configs import prepare_hydra
 from rmd_plugin.app.errors import hydra_errors, one_clear_error
+from rmd_plugin.app.trust import check_command_line
+from rmd_plugin.untrusted import one_line
 
 CONF = prepare_hydra()
+_make_record = logging.getLogRecordFactory()
+
+
+def _plain_record(*arguments: Any, **more: Any) -> logging.LogRecord:
+    """A record whose text, if it is ours, steers no terminal: it may hold names that somebody else gave."""
+    record = _make_record(*arguments, **more)
+    if record.name.startswith("rmd_plugin"):
+        record.msg, record.args = one_line(record.getMessage()), ()
+    return record
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="train")
 def _train(cfg: DictConfig) -> float | None:
+    logging.setLogRecordFactory(_plain_record)
     with one_clear_error("rmd-train"):
         from rmd_plugin.app.train import train
 
@@ -25,6 +39,7 @@ def _train(cfg: DictConfig) -> float | None:
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="compare")
 def _compare(cfg: DictConfig) -> None:
+    logging.setLogRecordFactory(_plain_record)
     with one_clear_error("rmd-compare"):
         from rmd_plugin.app.compare import compare
 
@@ -52,4 +67,5 @@ def run_command(main: Callable[[], object], name: str) -> None:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # benchmarks, backbones and callbacks of the user's own, as for python script.py
     with hydra_errors(name):
+        check_command_line()
         main()

@@ -149,5 +149,6 @@ def repeatable(cfg: DictConfig, command: str) -> str:
     References to the output folder stay references, so that the repetition writes to a folder of its own.
     """
     plain: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
+    plain.pop("trust_config", None)  # said by whoever repeats it, never by the file
     plain.names = OmegaConf.to_container(cfg.names, resolve=True)  # known to Hydra only while it composes
     return f"defaults:\n  - command@hydra: {command}\n  - _self_\n{OmegaConf.to_yaml(plain)}"

@@ -19,6 +19,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
 from rmd_plugin.app.configs import group_choices
 from rmd_plugin.extras import missing_extra
+from rmd_plugin.untrusted import one_line
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,11 @@ def one_clear_error(command: str) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """An error in one sentence, with what could be meant instead."""
+    """An error in one sentence on one line, with what could be meant instead."""
+    return one_line(_explain(error))
+
+
+def _explain(error: BaseException) -> str:
     if isinstance(error, MissingMandatoryValue):
         name = error.full_key or str(error).splitlines()[0].rpartition(" ")[2]
         return f"{name} must be given: add {name}=VALUE."

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rmd_plugin.untrusted import one_line
+
 if TYPE_CHECKING:
     from rmd_plugin.report.aggregate import Summary
 
@@ -20,11 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         summary, files = report_runs(folders, output, metric=options.metric, reference=options.reference)
     except (OSError, ValueError) as error:
-        print(f"rmd-report: {error}", file=sys.stderr)
+        print(one_line(f"rmd-report: {error}"), file=sys.stderr)
         return 1
     if not files:
         for run in summary.runs:
-            print(f"rmd-report: {run.path}: {run.reason}.", file=sys.stderr)
+            print(one_line(f"rmd-report: {run.path}: {run.reason}."), file=sys.stderr)
         print(f"rmd-report: no runs below {', '.join(map(str, folders))}.", file=sys.stderr)
     return 0 if files else 1
 
@@ -49,8 +51,8 @@ def report_runs(folders: Sequence[Path], output: Path, *, metric: str, reference
         console.print(to_terminal(table))
     for run in (run for run in summary.runs if run.outcome != "done"):
         what = f"{run.path} ({run.name})" if run.name else str(run.path)
-        print(f"{run.outcome}: {what}: {run.reason}")
-    print(f"Report: {files[0]}")
+        print(one_line(f"{run.outcome}: {what}: {run.reason}"))
+    print(one_line(f"Report: {files[0]}"))
     return summary, files
 
 

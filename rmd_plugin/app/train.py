@@ -28,6 +28,7 @@ from rmd_plugin.app.parts import (
     make_loggers,
 )
 from rmd_plugin.app.trainer import evaluation_device, make_trainer
+from rmd_plugin.app.trust import check_config
 from rmd_plugin.backbones.base import Backbone
 from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.backbones.fetch import find_checkpoint
@@ -106,8 +107,20 @@ def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
         return score
 
 
-def load_run(cfg: DictConfig) -> Extractor:
-    """The benchmark of a finished run, given by its config, behind the weights that its comparison was of."""
+def load_run(cfg: DictConfig, *, trust_config: bool = False) -> Extractor:
+    """The benchmark of a finished run, given by its config, behind the weights that its comparison was of.
+
+    Args:
+        cfg: the config, for example ``OmegaConf.load("RUN/config.yaml")``. A config is a program: its ``_target_`` are
+            called.
+        trust_config: call them all. By default only classes of this package, of the detectors of pytorch-ood, and of
+            torch.nn, torch.optim, torchvision and Lightning (see :mod:`rmd_plugin.app.trust`).
+
+    Raises:
+        UntrustedConfigError: if the config names others; the message says which.
+    """
+    if not trust_config:
+        check_config(cfg, "the config", "load_run(cfg, trust_config=True)")
     benchmark = make_benchmark(cfg)
     backbone = _new_backbone(cfg, benchmark)
     folder = RunFolder(cfg.paths.output_dir)

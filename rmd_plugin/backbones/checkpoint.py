@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from rmd_plugin.extras import require
+from rmd_plugin.untrusted import DataFormatError, load_tensors
 
 log = logging.getLogger(__name__)
 
 # names under which training programs put the weights beside optimiser state and counters
 _CONTAINERS = ("state_dict", "model_state_dict", "model")
+_MAX_BYTES = 1 << 36
 
 
 class CheckpointError(ValueError):
@@ -29,7 +30,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
     Anything beyond tensors and plain containers is refused with a CheckpointError, never executed.
     """
-    kind, load = "checkpoint", functools.partial(torch.load, map_location="cpu", weights_only=True)
+    kind, load = "checkpoint", functools.partial(load_tensors, usual=_MAX_BYTES)
     if path.suffix == ".safetensors":
         safetensors = require("safetensors.torch", "vision", needed_by=f"reading {path.name}")
         kind, load = "safetensors file", safetensors.load_file
@@ -38,6 +39,8 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
             # a file of another pickle protocol loads or is refused: either way the outcome says more
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             content: object = load(str(path))
+    except DataFormatError as error:
+        raise CheckpointError(str(error)) from error
     except pickle.UnpicklingError as error:
         # not torch's own words: they advise to turn the protection off
         raise CheckpointError(

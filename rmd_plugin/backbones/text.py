@@ -99,6 +99,7 @@ def _load(name: str, pretrained: bool) -> tuple[Any, Any]:
 
     def build(local_files_only: bool) -> tuple[Any, Any]:
         where = {"pretrained_model_name_or_path": str(folder or name), "local_files_only": local_files_only}
+        where["trust_remote_code"] = False  # the library would ask
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
         if pretrained:
             model = transformers.AutoModel.from_pretrained(**where)

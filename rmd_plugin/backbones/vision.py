@@ -47,6 +47,8 @@ class Timm(Backbone):
         timm = require("timm", "vision", needed_by=f"backbone timm/{name}")
         config = _timm_config(timm, name)
         arguments: dict[str, Any] = dict(options or {})
+        if "checkpoint_path" in arguments:
+            raise ValueError("options.checkpoint_path may be unpickled by timm. Give checkpoint=FILE instead.")
         if image_size is not None and config is not None and config.fixed_input_size:
             arguments.setdefault("img_size", image_size)  # its position embedding is made for one size
         checkpoint = shared.get("checkpoint")

@@ -14,10 +14,10 @@ from torchvision.datasets.utils import check_integrity
 from torchvision.transforms import ToTensor
 
 from rmd_plugin.detectors.mahalanobis import RMD
+from rmd_plugin.npz import read_npz
 
 from .base import OODBenchmark
 from .errors import ChecksumError, DataFormatError, DataNotFoundError
-from .readers.arrays import read_npz
 from .readers.downloads import downloading, resolve_data_dir
 from .readers.far_images import FAR_SETS, SIDE, load_far_set
 from .sources import ImageRows
@@ -156,7 +156,7 @@ def _read_batches(place: Path, published: type[CIFAR10], train: bool) -> tuple[n
 
 def _read_npz(path: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
     image_key, label_key = (f"{'train' if train else 'test'}_{what}" for what in ("images", "labels"))
-    arrays = read_npz(path, [image_key, label_key], max_bytes=_MAX_IMAGES * SIDE * SIDE * 3)
+    arrays = read_npz(path, [image_key, label_key], max_bytes=_MAX_IMAGES * (SIDE * SIDE * 3 + 8))
     images, labels = arrays[image_key], arrays[label_key]
     if images.dtype != np.uint8 or images.shape[1:] != (SIDE, SIDE, 3) or len(images) == 0:
         raise DataFormatError(

@@ -8,9 +8,11 @@ from typing import Literal
 import numpy as np
 import torch
 
+from rmd_plugin.npz import read_npz
+
 from .base import OODBenchmark
 from .errors import DataFormatError, DataNotFoundError
-from .readers.arrays import read_npy, read_npz, read_pt
+from .readers.arrays import read_npy, read_pt
 from .readers.downloads import resolve_data_dir
 from .sources import TensorRows
 from .splits import OODSet, Parts, Split, stream

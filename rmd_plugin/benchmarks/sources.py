@@ -4,6 +4,7 @@ A source is an indexable store of raw items that can also feed its content to a 
 fingerprint depends on the data alone and not on file formats or library versions.
 """
 
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,16 +12,18 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import functional as vision
 
 from rmd_plugin.compare.fingerprint import fingerprint
+from rmd_plugin.untrusted import read_bytes
 
 from .errors import DataFormatError
 
 _HASH_ROWS = 4096
+_MAX_PICTURE = 1 << 28
 Items = TypeVar("Items")
 
 
@@ -117,9 +120,10 @@ class ImageFiles(Source[Sequence[Path]]):
 
     def __getitem__(self, index: int) -> Image.Image:
         try:
-            with Image.open(self.items[index]) as opened:
+            # from memory: a chunk that claims a gigabyte would be given one
+            with Image.open(io.BytesIO(read_bytes(self.items[index], _MAX_PICTURE))) as opened:
                 image = opened.convert("RGB")
-        except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except Exception as error:  # the decoders raise nearly every kind on garbage
             raise DataFormatError(self.items[index], f"is not a readable picture: {error}") from None
         cropped: Image.Image = vision.center_crop(vision.resize(image, self.size), self.size)
         return cropped

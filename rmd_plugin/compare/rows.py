@@ -6,6 +6,7 @@ Every table and figure is a function of rows (histograms: of saved scores), so i
 from __future__ import annotations
 
 import csv
+import io
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
 from rmd_plugin.atomic import replacing
+from rmd_plugin.untrusted import DataFormatError, from_csv_cell, one_line, read_text, to_csv_cell
 
 Distance = Literal["", "near", "far"]
 Status = Literal["ok", "failed", "skipped"]
@@ -24,7 +26,7 @@ SECONDS = FIT_SECONDS, SCORE_SECONDS = "fit_seconds", "score_seconds"
 
 @dataclass(frozen=True)
 class Row:
-    """One number, and what it belongs to. Line breaks in texts become spaces.
+    """One number, and what it belongs to. Texts are kept on one line, without control characters.
 
     Example:
         >>> Row("digits", "noise", "small_cnn", "rmd", 0, "AUROC", 0.99, distance="far").ok
@@ -51,7 +53,7 @@ class Row:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
         for name in _TEXTS:
             # a row is one line of the file, so that it can be searched and compared line by line
-            object.__setattr__(self, name, " ".join(str(getattr(self, name)).splitlines()))
+            object.__setattr__(self, name, one_line(getattr(self, name)))
 
     @property
     def ok(self) -> bool:
@@ -65,6 +67,8 @@ class Row:
         )
 
 
+#: of a file of rows
+_MAX_BYTES = 1 << 28
 COLUMNS: tuple[str, ...] = tuple(item.name for item in fields(Row))
 _NUMBERS = ("value", "low", "high")
 _TEXTS = tuple(name for name in COLUMNS if name not in (*_NUMBERS, "seed"))
@@ -90,10 +94,10 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
         RowsError: if the file does not hold rows.
     """
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            return list(_parse(csv.DictReader(file, strict=True), path))
-    except UnicodeDecodeError as error:
-        raise RowsError(f"{path} is not a text file (byte {error.start}): expected rows as CSV.") from error
+        text = io.StringIO(read_text(path, _MAX_BYTES), newline="")
+        return list(_parse(csv.DictReader(text, strict=True), path))
+    except DataFormatError as error:
+        raise RowsError(f"{error}; expected rows as CSV.") from error
     except csv.Error as error:
         raise RowsError(f"{path} is not valid CSV: {error}") from error
 
@@ -106,7 +110,7 @@ def _parse(reader: csv.DictReader[str], path: str | os.PathLike[str]) -> Iterato
             f"{path} lacks the columns {', '.join(missing)}; it has {', '.join(reader.fieldnames or ['none'])}."
         )
     for record in reader:
-        given = {name: record[name] for name in COLUMNS if record.get(name) is not None}
+        given = {name: from_csv_cell(record[name]) for name in COLUMNS if record.get(name) is not None}
         if any(name not in given for name in required):
             raise RowsError(f"{path}, line {reader.line_num}: the line ends early. Was the file cut off?")
         try:
@@ -121,7 +125,7 @@ def _write_cell(value: object) -> str:
     if isinstance(value, float):
         # repr is the shortest text that reads back to the same bits
         return "" if math.isnan(value) else repr(value)
-    return str(value)
+    return to_csv_cell(str(value)) if isinstance(value, str) else str(value)
 
 
 def select(rows: Iterable[Row], **wanted: object) -> list[Row]:

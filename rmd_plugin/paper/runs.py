@@ -32,7 +32,7 @@ from rmd_plugin.report.run_folder import RunFolder
 log = logging.getLogger(__name__)
 
 #: parts of a config that change where a run lies or how it is told, but not what it does
-_NO_MATTER = ("paths", "names", "paper", "resume", "cache_dir", "num_workers", "figures")
+_NO_MATTER = ("paths", "names", "paper", "resume", "cache_dir", "num_workers", "figures", "trust_config")
 
 
 def compose_experiment(experiment: str, config: DictConfig) -> DictConfig:
@@ -72,7 +72,7 @@ def finish(experiment: str, cfg: DictConfig, config: DictConfig) -> FinishedRun:
     alone = {"seed": config.seed, "cells": [cell_name(experiment)], "extra": config.extra}
     try:
         train(cfg, command=reproduce_command(experiment.partition("/")[0], config.scale, **alone))
-        extractor = load_run(cfg)
+        extractor = load_run(cfg, trust_config=True)  # composed here, not read from a folder
     except CheckpointError as error:
         if not (place.path / "checkpoints").is_dir():
             raise

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from rmd_plugin.compare.rows import Row
 from rmd_plugin.report.run_folder import ROWS, STATUS, RunFolder, RunIdentity, RunStatus
+from rmd_plugin.untrusted import read_text
 
 Outcome = Literal["done", "failed", "unfinished", "unreadable"]
 
@@ -28,6 +29,7 @@ _NOT_SETTINGS_ENDS = ("seed", "dir")
 #: weights often differ from seed to seed: they are a setting only where runs would be the same without them
 _WEIGHTS_ENDS = ("path", "checkpoint")
 _UNSET = "unset"
+_MAX_OVERRIDES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         rows = folder.read_rows()
         # a copied folder keeps its status, but not always the times of its files
         ended = folder.file(ROWS).stat().st_mtime if rows else 0.0
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             ended = datetime.fromisoformat(status.ended if status is not None else "").timestamp()
     except (OSError, ValueError) as error:
         return Run(folder.path, "unreadable", " ".join(str(error).split()), about=about)
@@ -139,8 +141,8 @@ def _outcome(status: RunStatus | None, rows: Sequence[Row]) -> tuple[Outcome, st
 def _job_identity(folder: Path) -> dict[str, str | int]:
     """Hydra's overrides of a job: one that failed early left nothing else."""
     try:
-        text = (folder / _HYDRA / "overrides.yaml").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        text = read_text(folder / _HYDRA / "overrides.yaml", _MAX_OVERRIDES)
+    except (OSError, ValueError):
         return {}
     pairs = (line.lstrip("- ").strip("'\"").partition("=") for line in text.splitlines() if "=" in line)
     return {key.lstrip("+"): value for key, _, value in pairs}

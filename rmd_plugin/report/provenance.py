@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rmd_plugin import __version__
+from rmd_plugin.untrusted import read_text
 
 #: further packages whose versions are worth keeping, where they are installed
 PACKAGES = (
@@ -21,6 +24,8 @@ PACKAGES = (
     "omegaconf", "numpy", "scipy", "scikit-learn", "matplotlib", "torchvision", "timm", "open-clip-torch",
     "transformers", "hydra-joblib-launcher", "hydra-submitit-launcher",
 )  # fmt: skip
+#: of the files HEAD and packed-refs in a checkout
+_NOTE_BYTES, _REFS_BYTES = 1 << 12, 1 << 26
 
 
 def current_command(program: str | None = None) -> str:
@@ -68,17 +73,71 @@ def _packages() -> dict[str, str]:
 
 @functools.cache
 def git_commit(folder: Path) -> str | None:
-    """Commit of the checkout that tracks files in a folder, with ``+changes`` if files differ from it; None without."""
+    """Commit of the checkout that tracks files in a folder, with ``+changes`` if files differ from it; None without.
 
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-    try:
-        # an environment that lies inside somebody's checkout is not part of it
-        if not git("ls-files", "--", "."):
-            return None
-        commit = git("rev-parse", "HEAD")
-        return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):
+    Nothing that the checkout names is run: no hook, filter, file system monitor or transport. The commit is read from
+    its files; what has changed is told by a git that sees its index and objects, but not its settings.
+    """
+    top = next((place for place in (folder, *folder.parents) if (place / ".git").exists()), None)
+    if top is None:
         return None
+    try:
+        inside = _git_folder(top)
+        shared = inside / _first_line(inside / "commondir", ".")
+        commit = _find_commit(inside, shared)
+    except (OSError, ValueError):
+        return None
+    try:
+        with tempfile.TemporaryDirectory() as settings:
+            return _with_changes(commit, folder, top, inside, shared, Path(settings))
+    except (OSError, subprocess.SubprocessError):  # no git here, or what it needs is missing
+        return commit
+
+
+def _git_folder(top: Path) -> Path:
+    """The folder ``.git``, or where the file of that name says it is: in a worktree or submodule."""
+    place = top / ".git"
+    return place if place.is_dir() else top / _first_line(place).removeprefix("gitdir: ")
+
+
+def _first_line(path: Path, default: str | None = None) -> str:
+    if default is not None and not path.exists():
+        return default
+    return (read_text(path, _NOTE_BYTES).splitlines() or [""])[0].strip()
+
+
+def _find_commit(inside: Path, shared: Path) -> str:
+    """What HEAD says; ValueError if that is no commit."""
+    found = _first_line(inside / "HEAD")
+    if found.startswith("ref: "):
+        name = found.removeprefix("ref: ")
+        loose = next((place / name for place in (inside, shared) if (place / name).is_file()), None)
+        if loose is not None:
+            found = _first_line(loose)
+        else:
+            packed = read_text(shared / "packed-refs", _REFS_BYTES).splitlines()
+            found = next((line.partition(" ")[0] for line in packed if line.endswith(f" {name}")), "")
+    if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", found):
+        raise ValueError("HEAD is no commit")
+    return found
+
+
+def _with_changes(commit: str, folder: Path, top: Path, inside: Path, shared: Path, settings: Path) -> str | None:
+    (settings / "HEAD").write_text(commit, encoding="ascii")
+    for name in ("refs", "objects"):
+        (settings / name).mkdir()
+    places = {"GIT_DIR": settings, "GIT_WORK_TREE": top, "GIT_INDEX_FILE": inside / "index"}
+    places["GIT_OBJECT_DIRECTORY"] = shared / "objects"
+    environment = {**os.environ, **{name: os.path.abspath(place) for name, place in places.items()}}
+
+    def git(*words: str) -> str:
+        command = ["git", "--no-optional-locks", *words]
+        options: dict[str, Any] = {"cwd": folder, "env": environment, "timeout": 10, "check": True}
+        return subprocess.run(command, capture_output=True, text=True, **options).stdout
+
+    # an environment that lies inside somebody's checkout is not part of it
+    if not git("ls-files", "--", "."):
+        return None
+    # a submodule has settings of its own
+    changed = git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
+    return f"{commit}+changes" if changed else commit

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401  a sweep is summarised at exit, when pandas can no longer import this
 import csv
+import io
 import json
 import math
 import os
@@ -19,12 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
-import yaml  # type: ignore[import-untyped]
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.compare.rows import SECONDS, Row, read_rows, write_rows
 from rmd_plugin.report.provenance import collect_versions, current_command
 from rmd_plugin.report.scores import Profile, read_directions, read_scores, write_directions, write_scores
+from rmd_plugin.untrusted import DataFormatError, from_csv_cell, one_line, read_mapping, read_text, to_csv_cell
 
 CONFIG = "config.yaml"  # resolved: a run can be repeated from it
 ROWS = "rows.csv"  # the results, one number per line: a run that is repeated gives the same bytes
@@ -36,12 +37,16 @@ SCORES = "scores.npz"  # of every detector on every set
 DIRECTIONS = "directions.npz"  # contributions along the directions of a detector, summarised
 REPORT = "report.html"  # the page about the run
 
+#: of a config or of versions, in bytes, and of a table
+_MAX_TEXT, _MAX_TABLE = 1 << 20, 1 << 28
+
 State = Literal["running", "done", "failed", "interrupted"]
 RunIdentity = Mapping[str, str | int]
 
 #: columns of the history, and how each is read
 _HISTORY_COLUMNS: Mapping[str, Callable[[str], Any]] = {
-    "stage": str, "epoch": int, "step": int, "detector": str, "ood": str, "metric": str,
+    "stage": from_csv_cell, "epoch": int, "step": int, "detector": from_csv_cell, "ood": from_csv_cell,
+    "metric": from_csv_cell,
     "value": lambda text: float(text or "nan"),
 }  # fmt: skip
 
@@ -81,7 +86,7 @@ class RunStatus:
             return False
         try:
             os.kill(self.pid, 0)  # signal 0 asks only whether the process exists
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             return isinstance(error, ProcessLookupError)
         return False
 
@@ -162,7 +167,9 @@ class RunFolder:
         except (OSError, RunFolderError):
             before = RunStatus("running")
         host = before.host or socket.gethostname()
-        self._write_status(replace(before, state=state, reason=" ".join(reason.split()), ended=_now(), host=host))
+        self._write_status(
+            replace(before, state=state, reason=one_line(" ".join(reason.split())), ended=_now(), host=host)
+        )
 
     def _write_status(self, status: RunStatus) -> None:
         self._write_json(STATUS, vars(status) | {"about": dict(status.about)})
@@ -176,9 +183,11 @@ class RunFolder:
                 f"{self.file(STATUS)}: state must be one of {', '.join(get_args(State))}, got {state!r}."
             )
         about, pid = found.get("about"), found.get("pid")
+        about = about if isinstance(about, dict) else {}
         return RunStatus(
             cast(State, state),
-            about=about if isinstance(about, dict) else {},
+            # a name or a number; whatever else a file may hold is not what a run is called
+            about={key: value for key, value in about.items() if isinstance(value, (str, int))},
             pid=pid if isinstance(pid, int) else 0,
             **{name: str(found.get(name, "")) for name in ("reason", "started", "ended", "host")},
         )
@@ -203,9 +212,9 @@ class RunFolder:
     def read_text(self, name: str) -> str:
         """Text of a file. FileNotFoundError if it is not there, RunFolderError if it is no text."""
         try:
-            return self.file(name).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise RunFolderError(f"{self.file(name)} is not a text file (byte {error.start}).") from error
+            return read_text(self.file(name), _MAX_TEXT)
+        except DataFormatError as error:
+            raise RunFolderError(str(error)) from error
 
     def write_rows(self, rows: Iterable[Row]) -> None:
         """Write the results, and apart from them the rows that are times."""
@@ -228,18 +237,21 @@ class RunFolder:
             writer.writeheader()
             # csv writes a float as the shortest text that reads back to the same bits
             for row in history:
-                writer.writerow({**row, "value": "" if math.isnan(row["value"]) else float(row["value"])})
+                texts = {name: to_csv_cell(one_line(text)) for name, text in row.items() if isinstance(text, str)}
+                writer.writerow({**row, **texts, "value": "" if math.isnan(row["value"]) else float(row["value"])})
 
     def read_history(self) -> list[dict[str, Any]]:
         """What :meth:`write_history` wrote; empty if there is none."""
         path = self.file(HISTORY)
         try:
-            with open(path, newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file, strict=True)
-                missing = [name for name in _HISTORY_COLUMNS if name not in (reader.fieldnames or ())]
-                if missing:
-                    raise ValueError(f"it lacks the columns {', '.join(missing)}")
-                return [{name: parse(record[name]) for name, parse in _HISTORY_COLUMNS.items()} for record in reader]
+            reader = csv.DictReader(io.StringIO(read_text(path, _MAX_TABLE), newline=""), strict=True)
+            missing = [name for name in _HISTORY_COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                raise ValueError(f"it lacks the columns {', '.join(missing)}")
+            records = list(reader)
+            if any(record[name] is None for record in records for name in _HISTORY_COLUMNS):
+                raise ValueError("a line ends early. Was the file cut off?")
+            return [{name: parse(record[name]) for name, parse in _HISTORY_COLUMNS.items()} for record in records]
         except FileNotFoundError:
             return []
         except (ValueError, KeyError, TypeError, csv.Error) as error:
@@ -273,15 +285,10 @@ class RunFolder:
         self._write_text(name, json.dumps(content, indent=2) + "\n")
 
     def _read_mapping(self, name: str) -> dict[str, Any]:
-        text = self.read_text(name)
         try:
-            found = yaml.safe_load(text) if name == CONFIG else json.loads(text)
-        except (ValueError, yaml.YAMLError) as error:
-            language = "YAML" if name == CONFIG else "JSON"
-            raise RunFolderError(f"{self.file(name)} is not {language}: {' '.join(str(error).split())}") from error
-        if found is not None and not isinstance(found, dict):
-            raise RunFolderError(f"{self.file(name)} must hold a mapping, got {type(found).__name__}.")
-        return found or {}
+            return read_mapping(self.file(name), _MAX_TEXT)
+        except DataFormatError as error:
+            raise RunFolderError(str(error)) from error
 
 
 def describe_error(error: BaseException) -> str:
@@ -290,7 +297,7 @@ def describe_error(error: BaseException) -> str:
     # OmegaConf adds where it was in its own structure
     lines = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
     text = " ".join(lines[:3])
-    text = text if len(text) <= 400 else text[:397] + "..."
+    text = one_line(text if len(text) <= 400 else text[:397] + "...")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -7,7 +7,6 @@ whose size does not depend on the number of samples: what a picture needs.
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -15,6 +14,8 @@ import numpy as np
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.compare.bootstrap import auroc
+from rmd_plugin.npz import read_npz
+from rmd_plugin.untrusted import DataFormatError, one_line
 
 #: name of the in-distribution test set among the score arrays
 ID = "test"
@@ -23,6 +24,8 @@ ID = "test"
 Scores = Mapping[str, Mapping[str, np.ndarray]]
 
 _SEPARATOR = "//"
+#: of all scores of a comparison
+_MAX_BYTES = 1 << 32
 #: samples of a set that enter the AUROC of partial sums, evenly taken: enough for a curve
 _SAMPLES = 2000
 
@@ -59,15 +62,13 @@ def read_scores(path: str | os.PathLike[str]) -> dict[str, dict[str, np.ndarray]
     """Read what :func:`write_scores` wrote; nothing in the file is executed. ValueError if it holds no scores."""
     scores: dict[str, dict[str, np.ndarray]] = {}
     try:
-        # opened here: numpy leaves the file open if it is no archive
-        with open(path, "rb") as handle, np.load(handle, allow_pickle=False) as file:
-            for key in file.files:
-                detector, separator, name = key.partition(_SEPARATOR)
-                if not separator:
-                    raise ValueError(f"it holds an array {key!r}")
-                scores.setdefault(detector, {})[name] = file[key]
-    except (ValueError, EOFError, zipfile.BadZipFile, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} does not hold scores of a comparison: {error}") from error
+        for key, array in read_npz(path, max_bytes=_MAX_BYTES).items():
+            detector, separator, name = key.partition(_SEPARATOR)
+            if not separator or array.dtype.kind != "f":
+                raise DataFormatError(path, f"it holds an array {key!r} of {array.dtype}")
+            scores.setdefault(one_line(detector), {})[one_line(name)] = array
+    except DataFormatError as error:
+        raise ValueError(f"{path} does not hold scores of a comparison: {error.reason}") from error
     return scores
 
 

@@ -19,6 +19,7 @@ from rmd_plugin.report.document import picture, render
 from rmd_plugin.report.gather import Outcome, Run
 from rmd_plugin.report.names import label
 from rmd_plugin.report.table import Cell, Column, DetectorTable, Table, number_cells, to_latex, to_markdown
+from rmd_plugin.untrusted import one_line, to_csv_cell
 
 #: more groups than this do not stand side by side in one table
 _WIDEST = 6
@@ -34,8 +35,8 @@ def write_summary(summary: Summary, folder: str | os.PathLike[str]) -> list[Path
         "summary.html": render_summary(summary, target),
         "summary.md": "\n".join(map(to_markdown, tables)),
         "summary.tex": "\n".join(map(to_latex, tables)),
-        "summary.csv": _numbers_frame(summary).to_csv(index=False, lineterminator="\n"),
-        "runs.csv": _runs_frame(summary).to_csv(index=False, lineterminator="\n"),
+        "summary.csv": _to_csv(_numbers_frame(summary)),
+        "runs.csv": _to_csv(_runs_frame(summary)),
     }
     for name, text in files.items():
         with replacing(target / name, newline="") as file:
@@ -60,6 +61,13 @@ def render_summary(summary: Summary, base: Path) -> str:
         missing=runs_table([run for run in summary.runs if run.outcome != "done"], "", base),
         counted=runs_table([run for run in summary.runs if run.outcome == "done"], "Runs", base),
     )
+
+
+def _to_csv(frame: pd.DataFrame) -> str:
+    def plain(value: object) -> object:
+        return to_csv_cell(one_line(value)) if isinstance(value, (str, Path)) else value
+
+    return str(frame.apply(lambda column: column.map(plain)).to_csv(index=False, lineterminator="\n"))
 
 
 def _numbers_frame(summary: Summary) -> pd.DataFrame:

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Literal
 
 from rmd_plugin.report.document import render
 from rmd_plugin.report.names import label as detector_label
+from rmd_plugin.untrusted import one_line
 
 if TYPE_CHECKING:
     from rich.console import Group
+
+
+def _make_plain(thing: object, *names: str) -> None:
+    """Whatever a name in the results holds, a table shows it on one line and without control characters."""
+    for name in names:
+        object.__setattr__(thing, name, one_line(getattr(thing, name)))
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,9 @@ class Cell:
     text: str
     bold: bool = False
     detail: str = ""
+
+    def __post_init__(self) -> None:
+        _make_plain(self, "text", "detail")
 
 
 #: where there is no number
@@ -38,6 +48,9 @@ class Column:
     #: break its cells anywhere where a page is narrow: for paths, which may be long and hold no space
     wrap: bool = False
 
+    def __post_init__(self) -> None:
+        _make_plain(self, "title", "detail")
+
 
 @dataclass(frozen=True)
 class Table:
@@ -49,6 +62,8 @@ class Table:
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        _make_plain(self, "title")
+        object.__setattr__(self, "notes", [one_line(note) for note in self.notes])
         for number, row in enumerate(self.rows):
             if len(row) != len(self.columns):
                 raise ValueError(f"row {number} has {len(row)} cells, the table has {len(self.columns)} columns.")
@@ -91,8 +106,8 @@ def to_markdown(table: Table) -> str:
     """The table in Markdown (GitHub's), the best numbers in bold."""
 
     def text(item: str) -> str:
-        # an underscore inside a word is harmless, and most names have one
-        return re.sub(r"([\\|*`<>]|(?<!\w)_|_(?!\w))", r"\\\1", item)
+        # an underscore inside a word is harmless, and most names have one; ]( makes a link or loads a picture
+        return re.sub(r"([\\|*`<>]|(?<!\w)_|_(?!\w)|\](?=[(\[:]))", r"\\\1", item)
 
     def cell(item: Cell) -> str:
         main = f"**{text(item.text)}**" if item.bold and item.text else text(item.text)
@@ -157,15 +172,17 @@ def to_terminal(table: Table, *, width: int | None = None) -> Group:
     from rich.text import Text
 
     def draw(between: str) -> RichTable:
-        def cell(item: Cell, style: str = "") -> Text:
-            text = Text(item.text, style="bold" if item.bold else style)
-            return text.append(f"{between}{item.detail}", style="dim") if item.detail else text
+        def cell(item: Cell) -> Text:
+            return with_detail(Text(item.text, style="bold" if item.bold else ""), item.detail)
+
+        def with_detail(text: Text, detail: str) -> Text:
+            return text.append(f"{between}{detail}", style="dim") if detail else text
 
         drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in table.columns:
-            head = Cell(column.title if between == " " else column.title.replace(" ", "\n"), detail=column.detail)
+            head = with_detail(Text(column.title.replace(" ", between), style="bold"), column.detail)
             # wider than the terminal rather than without its last columns
-            drawn.add_column(cell(head, "bold"), justify=column.align, no_wrap=True, min_width=1)
+            drawn.add_column(head, justify=column.align, no_wrap=True, min_width=1)
         for row in table.rows:
             drawn.add_row(*map(cell, row))
         return drawn

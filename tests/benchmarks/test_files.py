@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rmd_plugin.benchmarks import ChecksumError, DataFormatError, DataNotFoundError, DownloadError
-from rmd_plugin.benchmarks.readers.arrays import read_npy, read_npz, read_pt
+from rmd_plugin.benchmarks.readers.arrays import read_npy, read_pt
 from rmd_plugin.benchmarks.readers.downloads import fetch, resolve_data_dir, unzip
 from rmd_plugin.benchmarks.readers.text import read_json
+from rmd_plugin.npz import read_npz
 
 FUZZ = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -201,7 +202,7 @@ def test_an_npz_that_unpacks_to_too_much_or_lacks_a_key_is_refused(tmp_path):
     path = tmp_path / "a.npz"
     np.savez_compressed(path, zeros=np.zeros(100_000))
     assert path.stat().st_size < 2000
-    with pytest.raises(DataFormatError, match="unpacks to 800000 bytes, more than the 1000 allowed"):
+    with pytest.raises(DataFormatError, match="unpacks to more than the 1000 bytes"):
         read_npz(path, max_bytes=1000)
     with pytest.raises(DataFormatError, match="has no array 'ones'; it has zeros"):
         read_npz(path, ["ones"])

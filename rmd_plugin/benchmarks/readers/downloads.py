@@ -8,16 +8,18 @@ import hashlib
 import os
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rmd_plugin import downloads
+from rmd_plugin.untrusted import check_zip
 
 from ..errors import ChecksumError, DataFormatError, DataNotFoundError, DownloadError
 
 DATA_DIR_VARIABLE = "RMD_DATA_DIR"
+# of an archive; the largest that is downloaded has 0.25 GB
+_MAX_BYTES = 1 << 34
 
 
 def resolve_data_dir(data_dir: str | Path | None, wanted: str) -> Path:
@@ -84,11 +86,14 @@ def unzip(archive: Path, into: Path) -> None:
         into.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=into, prefix=".unzip-", ignore_cleanup_errors=True) as aside:
             with zipfile.ZipFile(archive) as opened:
+                check_zip(archive, _MAX_BYTES, opened.infolist())
                 opened.extractall(aside)
             for item in sorted(Path(aside).iterdir()):
                 if not (into / item.name).exists():
                     os.replace(item, into / item.name)
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-        raise DataFormatError(archive, f"is not a readable zip archive: {error}") from None
+    except DataFormatError:
+        raise
     except OSError as error:
         raise DownloadError(f"could not unpack {archive} into {into}: {error}. Is there enough free space?") from error
+    except Exception as error:  # zipfile raises nearly every kind on garbage
+        raise DataFormatError(archive, f"is not a readable zip archive: {error}") from None

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rmd_plugin.untrusted import allowed_bytes, check_size
+
 from ..errors import DataFormatError
 
 BASES = "ACGT"
@@ -22,7 +24,7 @@ _CODES[list(b"ACGTUacgtu")] = [0, 1, 2, 3, 3] * 2  # RNA spells thymine's place 
 _CODES[list(b"\n\r")] = _BREAK
 
 
-def encode_bases(letters: bytes) -> np.ndarray:
+def encode_bases(letters: bytes | bytearray) -> np.ndarray:
     """Base ids of DNA letters, shape (len(letters),), uint8: ACGT = 0..3, other IUPAC letters 4, all else above."""
     return _CODES[np.frombuffer(letters, dtype=np.uint8)]
 
@@ -30,11 +32,12 @@ def encode_bases(letters: bytes) -> np.ndarray:
 def read_fasta(path: str | Path, *, max_bytes: int = 1 << 30) -> dict[str, np.ndarray]:
     """Sequences of a FASTA file: first word of each header -> base ids of shape (L,), uint8, values 0..4.
 
-    Gzip is recognised by the content, not by the name. Offsets of errors count bytes of the unpacked text.
+    Gzip is recognised by the content, not by the name. Offsets of errors count bytes of the unpacked text, of which
+    there may be ``max_bytes`` (``RMD_MAX_GIB`` raises it).
     """
     text = _unpack(Path(path), max_bytes)
     if not text.startswith(b">"):
-        raise DataFormatError(path, f"is not FASTA: it starts with {text[:12]!r}, '>' is expected", 0)
+        raise DataFormatError(path, f"is not FASTA: it starts with {bytes(text[:12])!r}, '>' is expected", 0)
     found: dict[str, np.ndarray] = {}
     start = 0
     while start < len(text):
@@ -49,7 +52,9 @@ def read_fasta(path: str | Path, *, max_bytes: int = 1 << 30) -> dict[str, np.nd
         bad = np.flatnonzero(codes == _BAD)
         if len(bad):
             place = line_end + 1 + int(bad[0])
-            raise DataFormatError(path, f"{text[place : place + 1]!r} is no base letter (sequence {name!r})", place)
+            raise DataFormatError(
+                path, f"{bytes(text[place : place + 1])!r} is no base letter (sequence {name!r})", place
+            )
         sequence = codes[codes != _BREAK]
         if not name or len(sequence) == 0 or name in found:
             why = "has no name" if not name else "occurs twice" if name in found else "is empty"
@@ -59,16 +64,16 @@ def read_fasta(path: str | Path, *, max_bytes: int = 1 << 30) -> dict[str, np.nd
     return found
 
 
-def _unpack(path: Path, max_bytes: int) -> bytes:
+def _unpack(path: Path, max_bytes: int) -> bytearray:
     with open(path, "rb") as stream:
         packed = stream.read(2) == _GZIP_MAGIC
-    text = bytearray()
+    size = path.stat().st_size if packed else None
+    limit, text = allowed_bytes(max_bytes, size), bytearray()
     try:
         with gzip.open(path, "rb") if packed else open(path, "rb") as source:
-            while len(text) <= max_bytes and (chunk := source.read(_CHUNK)):
+            while len(text) <= limit and (chunk := source.read(_CHUNK)):
                 text += chunk
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataFormatError(path, f"the gzip stream is truncated or damaged: {error}", len(text)) from None
-    if len(text) > max_bytes:
-        raise DataFormatError(path, f"unpacks to more than the {max_bytes} bytes expected of a genome", max_bytes)
-    return bytes(text)
+    check_size(path, len(text), max_bytes, packed=size)
+    return text

@@ -4,10 +4,15 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rmd_plugin.untrusted import read_bytes
+
 from ..errors import DataFormatError
 
+# of a table; a read has 250 letters
+_LONGEST_LINE = 1 << 16
 
-def read_json(path: str | Path, max_bytes: int = 1 << 28) -> object:
+
+def read_json(path: str | Path, max_bytes: int = 1 << 25) -> object:
     """Value of a JSON file: no NaN, no doubled keys, bounded size and depth, or an error with the offset."""
 
     def no_constant(name: str) -> object:
@@ -19,10 +24,7 @@ def read_json(path: str | Path, max_bytes: int = 1 << 28) -> object:
             raise ValueError("an object holds the same key twice")
         return found
 
-    with open(path, "rb") as stream:
-        content = stream.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise DataFormatError(path, f"is larger than the {max_bytes} bytes expected of such a file", max_bytes)
+    content = read_bytes(path, max_bytes)
     try:
         text = content.decode("utf-8-sig")
         value: object = json.loads(text, parse_constant=no_constant, object_pairs_hook=unique)
@@ -41,11 +43,11 @@ def read_json(path: str | Path, max_bytes: int = 1 << 28) -> object:
 def read_table(path: str | Path, columns: Sequence[str]) -> Iterator[tuple[int, list[bytes]]]:
     """Rows of a table of tab-separated cells under a line of column names, as (offset of the line, cells)."""
     with open(path, "rb") as stream:
-        header = stream.readline()
+        header = stream.readline(_LONGEST_LINE)
         if header.rstrip(b"\r\n").removeprefix(b"\xef\xbb\xbf") != "\t".join(columns).encode():
             raise DataFormatError(path, f"the first line must be the columns {', '.join(columns)}, tab-separated", 0)
         offset = len(header)
-        for number, line in enumerate(stream, start=2):
+        for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_LINE), b""), start=2):
             cells = line.rstrip(b"\r\n").split(b"\t")
             if len(cells) != len(columns):
                 raise DataFormatError(
