@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
 from rmd_plugin.app.configs import group_choices
+from rmd_plugin.app.console import protect_console
 from rmd_plugin.extras import missing_extra
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def one_clear_error(command: str) -> Iterator[None]:
     Errors of other kinds are faults of the program and keep their traceback, as does everything under
     ``HYDRA_FULL_ERROR=1``. In a multirun the sentence is logged and goes to Hydra, which runs the other jobs first.
     """
+    protect_console()  # here too: worker processes of a launcher begin with the job
     os.environ[_FULL] = _asked  # the config is composed: from here on Hydra behaves as the user wants
     try:
         yield

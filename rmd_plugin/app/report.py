@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rmd_plugin.app.console import protect_console
+
 if TYPE_CHECKING:
     from rmd_plugin.report.aggregate import Summary
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return 0 if a run was found, even one that failed; 1 if there was none."""
+    protect_console()
     options = _parser().parse_args(arguments)
     folders = [Path(folder) for folder in options.folders]
     output = Path(options.output) if options.output else folders[0] if len(folders) == 1 else Path.cwd()
