@@ -23,7 +23,9 @@ def replacing(path: str | os.PathLike[str], mode: str = "w", *, newline: str | N
         with open(aside, mode, newline=newline, encoding=None if "b" in mode else "utf-8") as file:
             yield file
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             aside.unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk does not say which file it had no room for
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import logging
 import os
 import re
@@ -44,7 +45,7 @@ def hydra_errors(command: str) -> Iterator[None]:
     os.environ[_FULL] = "1"  # Hydra would print its own five lines and end the program
     try:
         yield
-    except (HydraException, OmegaConfBaseException, RuntimeError) as error:
+    except (HydraException, OmegaConfBaseException, RuntimeError, OSError) as error:
         # a plugin of Hydra's that is not installed is a RuntimeError; others are faults of the program
         if _asked == "1" or (type(error) is RuntimeError and "plugin" not in str(error)):
             raise
@@ -108,6 +109,8 @@ def explain(error: BaseException) -> str:
             hint = hint or f" There are: {', '.join(keys)}."
             return f"there is no option {name}.{hint} To add a new one: +{name}=VALUE."
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full: {text}. Free some space and run the command again."
     if isinstance(error, InterpolationResolutionError) and "resolving interpolation: " in text:
         return text.partition("resolving interpolation: ")[2].partition(" full_key:")[0]  # a sentence of our resolvers
     if missing := re.search(r"hydra_plugins\.hydra_(joblib|submitit|ray|optuna)\w*", text):

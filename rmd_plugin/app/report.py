@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         summary, files = report_runs(folders, output, metric=options.metric, reference=options.reference)
     except (OSError, ValueError) as error:
-        print(f"rmd-report: {error}", file=sys.stderr)
+        from rmd_plugin.app.errors import explain  # with Hydra, which takes a moment
+
+        print(f"rmd-report: {explain(error)}", file=sys.stderr)
         return 1
     if not files:
         for run in summary.runs:

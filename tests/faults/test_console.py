@@ -20,13 +20,17 @@ CONSOLES = {
     "full output and errors": (">/dev/full 2>&1", {}),
     "broken pipe": ("2>&1 | true", {}),
 }
+SIZES = [
+    *("simulation.dim=8", "simulation.n_train=60", "simulation.n_test=30", "simulation.seeds=1"),
+    *("simulation.sweep_dims=[4]", "simulation.sweep_sigmas=[0.5]", "simulation.sweep_seeds=1"),
+    *("simulation.sweep_n_train=60", "simulation.network_width=8", "simulation.network_seeds=1"),
+]
 TINY = ["limit_train=120", "limit_test=30", "resamples=20", "figures=false"]
 COMMANDS = {
     "rmd_plugin.app.compare": ["benchmark=digits", "detector=[rmd]", "cache_dir=null", *TINY, "hydra.run.dir=out"],
     "rmd_plugin.app.train": [
         "benchmark=digits", "backbone=mlp", "detector=[rmd,msp]", "trainer.max_epochs=1", *TINY, "hydra.run.dir=out",
     ],
-    "rmd_plugin.paper.reproduce": ["study=simulation", "simulation.dim=4", "output=out"],
 }  # fmt: skip
 
 full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
@@ -40,7 +44,8 @@ def shell(folder, module, words, console, *, code=None):
     script = f'set -o pipefail; "$@" {redirect}'
     done = subprocess.run(
         ["bash", "-c", script, "bash", sys.executable, *program, *words],
-        cwd=folder, env=config_kit.environment(**variables), capture_output=True, text=True, timeout=600, check=False,
+        cwd=folder, env=config_kit.environment(**variables), capture_output=True, text=True, errors="replace",
+        timeout=600, check=False,
     )  # fmt: skip
     print(done.stdout, done.stderr)  # shown if the test fails
     assert "Traceback" not in done.stderr
@@ -92,19 +97,27 @@ def test_a_report_is_written_whatever_the_console(console, runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("console", CONSOLES)
+@pytest.mark.parametrize("console", ["latin-1", "nothing open", "full output and errors"])
 @pytest.mark.parametrize("module", COMMANDS)
-def test_a_command_ends_well_whatever_the_console(module, console, tmp_path):
+def test_a_run_ends_well_whatever_the_console(module, console, tmp_path):
     assert shell(tmp_path, module, COMMANDS[module], console) == 0
-    if module == "rmd_plugin.paper.reproduce":
-        assert (tmp_path / "out" / "simulation" / "comparison.md").stat().st_size > 0
-        return
     folder = RunFolder(tmp_path / "out")
     assert folder.read_status().state == "done"
     assert folder.read_rows()
     assert folder.file("table.md").is_file()
-    assert shell(tmp_path, "rmd_plugin.app.report", ["out", "-o", "summary"], console) == 0
-    assert "RMD" in (tmp_path / "summary" / "summary.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("console", CONSOLES)
+def test_the_studies_are_listed_whatever_the_console(console, tmp_path):
+    assert shell(tmp_path, "rmd_plugin.paper.reproduce", [], console) == 0
+
+
+@pytest.mark.slow
+def test_a_study_is_written_whatever_the_console(tmp_path):
+    words = ["study=simulation", *SIZES, "output=out"]
+    assert shell(tmp_path, "rmd_plugin.paper.reproduce", words, "full output and errors") == 0
+    assert (tmp_path / "out" / "simulation" / "comparison.md").stat().st_size > 0
 
 
 @pytest.mark.slow
