@@ -91,8 +91,8 @@ class DataSource:
             yield
         if lost:
             self.tell(
-                f"a pass over the data may have changed {', '.join(lost)}, which cannot be put back: training may differ "
-                "from that without the monitor. Use refit='stream', num_workers=1 or more, or another fit_loader=."
+                f"a pass over the data may have changed {', '.join(lost)}, which cannot be put back: training may "
+                "differ from that without the monitor. Use refit='stream', num_workers=1, or another fit_loader=."
             )
 
     def _source(self) -> Iterable[Any]:
