@@ -23,14 +23,17 @@ BACKBONES = {
     "identity": VECTORS,
     "mlp": ["benchmark=digits", "limit_train=120", "limit_test=30"],
     "small_cnn": ["benchmark=digits", "limit_train=120", "limit_test=30"],
-    "bert": ["benchmark=clinc150", "backbone.name=DATA/bert"],
+    "bert": ["benchmark=clinc150", "backbone.name=DATA/bert", "backbone.max_length=16"],
     "genomics_cnn": [*READS, "backbone.filters=20", "backbone.hidden=16"],
     "genomics_bert": [*READS, "backbone.width=16", "backbone.depth=1"],
     "resnet56_cifar": [*IMAGES, "backbone.checkpoint=null"],
     "resnet18_cifar": IMAGES,
     "wrn40_2": IMAGES,
     "wrn28_10": [*IMAGES, "backbone.width=1"],
-    "efficientnet_lite0": ["benchmark=cifar100_vs_cifar10", *IMAGES[1:], "backbone.pretrained=false"],
+    "efficientnet_lite0": [
+        *("benchmark=cifar100_vs_cifar10", "benchmark.far=[]", "limit_train=100", "limit_test=100"),
+        "backbone.pretrained=false",
+    ],
     "timm": [*IMAGES, "backbone.name=resnet10t", "backbone.pretrained=false"],
     "torchvision": [*IMAGES, "backbone.name=resnet18", "backbone.pretrained=false"],
     "open_clip": [*IMAGES, "backbone.name=RN50", "backbone.pretrained=false"],
@@ -71,7 +74,7 @@ def data(tmp_path_factory):
         domain, lines = ("ood" if "ood" in split else "in"), ["seq\tlabel\tseq_info\tdomain"]
         for number in range(40):
             read = "".join(rng.choice(list("ACGT"), 250))
-            lines.append(f"{read}\t{domain}{number % 4}\tgenome\t{domain}")
+            lines.append(f"{read}\t{domain}{number % 10}\tgenome\t{domain}")
         (folder / "genomics_ood" / f"{split}.txt").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -156,10 +159,11 @@ def test_every_benchmark_is_among_them():
     assert used | {"features"} == set(choices("benchmark"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:.*does not have many workers.*", "ignore:.*fork.*")
 @pytest.mark.filterwarnings("ignore:.*enable_nested_tensor.*", "ignore:.*log_every_n_steps.*")
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("backbone", marked(TRAINED))
+@pytest.mark.filterwarnings("ignore::rmd_plugin.detectors.functional.NumericalWarning")
+@pytest.mark.parametrize(("backbone", "workers"), [*((name, 0) for name in TRAINED), ("mlp", 2), ("wrn40_2", 2)])
 def test_a_training_repeats_itself_whatever_detectors_there_are(backbone, workers, rows, request):
     if backbone == "bert":
         request.getfixturevalue("bert")
