@@ -173,7 +173,7 @@ def test_a_training_repeats_itself_whatever_detectors_there_are(backbone, worker
         words += ["pretrain=masked_tokens", "pretrain.max_epochs=1"]
     first = rows(*words, "detector=[rmd,knn]", "detector.knn.k=3")
     again = rows(*words, "detector=[rmd,knn]", "detector.knn.k=3")
-    other = rows(*words, "detector=[gmm,relative_flow,rmd]", "+detector.relative_flow.max_epochs=1")
+    other = rows(*words, "detector=[gmm,relative_flow,rmd]", "detector.relative_flow.max_epochs=1")
     assert list(map(repr, first)) == list(map(repr, again))
     assert of("rmd", other) == of("rmd", first)
     assert of("", other) == of("", first)
