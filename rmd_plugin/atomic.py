@@ -25,7 +25,9 @@ def replacing(path: str | os.PathLike[str], mode: str = "w", *, newline: str | N
             file.flush()
             os.fsync(file.fileno())  # or a power cut could keep the new name and lose the content
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             aside.unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk does not say which file it had no room for
         raise

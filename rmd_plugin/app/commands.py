@@ -12,6 +12,7 @@ import hydra
 from omegaconf import DictConfig
 
 from rmd_plugin.app.configs import prepare_hydra
+from rmd_plugin.app.console import protect_console
 from rmd_plugin.app.errors import hydra_errors, one_clear_error
 from rmd_plugin.app.trust import check_command_line
 from rmd_plugin.untrusted import one_line
@@ -64,6 +65,7 @@ def compare() -> None:
 
 def run_command(main: Callable[[], object], name: str) -> None:
     """Run a Hydra command: what is wrong with its overrides is one sentence, and the current folder can be imported."""
+    protect_console()
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # benchmarks, backbones and callbacks of the user's own, as for python script.py
     with hydra_errors(name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-import torch
+import pytorch_lightning as pl
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -34,7 +34,8 @@ from rmd_plugin.report.tables import comparison_tables
 
 def compare(cfg: DictConfig) -> None:
     """Compare the detectors of a config, the composed ``conf/compare.yaml``, and write everything into its folder."""
-    torch.manual_seed(whole_number(cfg.seed, "seed"))  # an untrained backbone starts the same every time
+    # all generators: an untrained backbone, of the user's own too, starts the same every time
+    pl.seed_everything(whole_number(cfg.seed, "seed"), workers=True, verbose=False)
     # some detectors tell how their fit went; the table has what counts
     logging.getLogger("pytorch_ood").setLevel(logging.WARNING)
     folder = RunFolder(cfg.paths.output_dir)

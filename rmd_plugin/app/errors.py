@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import logging
 import os
 import re
@@ -18,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
 from rmd_plugin.app.configs import group_choices
+from rmd_plugin.app.console import protect_console
 from rmd_plugin.extras import missing_extra
 from rmd_plugin.untrusted import one_line
 
@@ -44,7 +46,7 @@ def hydra_errors(command: str) -> Iterator[None]:
     os.environ[_FULL] = "1"  # Hydra would print its own five lines and end the program
     try:
         yield
-    except (HydraException, OmegaConfBaseException, RuntimeError) as error:
+    except (HydraException, OmegaConfBaseException, RuntimeError, OSError) as error:
         # a plugin of Hydra's that is not installed is a RuntimeError; others are faults of the program
         if _asked == "1" or (type(error) is RuntimeError and "plugin" not in str(error)):
             raise
@@ -61,6 +63,7 @@ def one_clear_error(command: str) -> Iterator[None]:
     Errors of other kinds are faults of the program and keep their traceback, as does everything under
     ``HYDRA_FULL_ERROR=1``. In a multirun the sentence is logged and goes to Hydra, which runs the other jobs first.
     """
+    protect_console()  # here too: worker processes of a launcher begin with the job
     os.environ[_FULL] = _asked  # the config is composed: from here on Hydra behaves as the user wants
     try:
         yield
@@ -111,6 +114,8 @@ def _explain(error: BaseException) -> str:
             hint = hint or f" There are: {', '.join(keys)}."
             return f"there is no option {name}.{hint} To add a new one: +{name}=VALUE."
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full: {text}. Free some space and run the command again."
     if isinstance(error, InterpolationResolutionError) and "resolving interpolation: " in text:
         return text.partition("resolving interpolation: ")[2].partition(" full_key:")[0]  # a sentence of our resolvers
     if missing := re.search(r"hydra_plugins\.hydra_(joblib|submitit|ray|optuna)\w*", text):

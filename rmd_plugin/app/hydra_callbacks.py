@@ -6,6 +6,7 @@ Named in ``conf/command/*.yaml`` under ``hydra.callbacks``.
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import sys
@@ -45,10 +46,12 @@ class OutputFolderCallback(Callback):
         try:
             os.makedirs(folder, exist_ok=True)
             # permissions alone do not tell: disks are full or read-only
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(4096))
+                file.flush()
         except OSError as error:
-            reason = error.strerror or str(error)
+            full = "the disk is full: " if error.errno == errno.ENOSPC else ""
+            reason = full + (error.strerror or str(error))
             print(f"{self.command}: cannot write to {folder}: {reason}. Give another {option}=FOLDER.", file=sys.stderr)
             sys.exit(1)
 

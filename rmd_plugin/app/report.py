@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rmd_plugin.app.console import protect_console
 from rmd_plugin.untrusted import one_line
 
 if TYPE_CHECKING:
@@ -16,13 +17,16 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return 0 if a run was found, even one that failed; 1 if there was none."""
+    protect_console()
     options = _parser().parse_args(arguments)
     folders = [Path(folder) for folder in options.folders]
     output = Path(options.output) if options.output else folders[0] if len(folders) == 1 else Path.cwd()
     try:
         summary, files = report_runs(folders, output, metric=options.metric, reference=options.reference)
     except (OSError, ValueError) as error:
-        print(one_line(f"rmd-report: {error}"), file=sys.stderr)
+        from rmd_plugin.app.errors import explain  # with Hydra, which takes a moment
+
+        print(one_line(f"rmd-report: {explain(error)}"), file=sys.stderr)
         return 1
     if not files:
         for run in summary.runs:

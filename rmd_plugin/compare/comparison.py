@@ -191,7 +191,8 @@ class _Run:
         built = {}
         for name, factory in detectors.items():
             try:
-                built[name] = build(factory, parts)
+                with isolated_rng(self.seed):  # what it draws does not depend on the detectors before it
+                    built[name] = build(factory, parts)
             except NotSupported as reason:
                 self.result.rows.append(self.row(name, AUROC).failed(str(reason), "skipped"))
             except Exception as error:  # whatever a detector does wrong, the others stand

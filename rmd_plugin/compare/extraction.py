@@ -21,6 +21,7 @@ from rmd_plugin.compare.fingerprint import (
     fingerprint,
     hash_items,
 )
+from rmd_plugin.encoding.isolation import isolated_rng
 from rmd_plugin.encoding.loop import PairEncoder, encode_batches
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,9 @@ class Extractor:
     def features(self, split: str) -> SplitFeatures:
         """Features and labels of a split, computed or read the first time and kept from then on."""
         if split not in self._found:
-            self._found[split] = self._fetch(split)
+            # random transforms draw the same, whatever was drawn before and whichever split comes first
+            with isolated_rng(0):
+                self._found[split] = self._fetch(split)
         return self._found[split]
 
     def _raw(self, split: str) -> Dataset[Any]:

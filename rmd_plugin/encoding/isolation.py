@@ -17,6 +17,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 #: how far, and over how many objects, modules are looked for behind a callable
 _MAX_STEPS, _MAX_OBJECTS = 4, 10_000
 
+from rmd_plugin.encoding.memory import put_back
+
 
 @contextmanager
 def evaluating(encoder: object) -> Iterator[None]:
@@ -140,8 +142,8 @@ def isolated_rng(seed: int) -> Iterator[None]:
 def visiting(module: nn.Module, seed: int) -> Iterator[None]:
     """Use a module that is in the middle of its training: in evaluation mode, and without leaving a trace.
 
-    Random states, the mode of every submodule, buffers (such as running statistics), gradients and ``requires_grad``
-    are restored.
+    Random states, the mode of every submodule, buffers (such as running statistics), gradients, ``requires_grad`` and
+    what :func:`put_back` finds are restored.
     """
     gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in module.parameters()]
     buffers = [
@@ -150,7 +152,7 @@ def visiting(module: nn.Module, seed: int) -> Iterator[None]:
         for name, buffer in owner._buffers.items()
         if buffer is not None
     ]
-    with isolated_rng(seed), evaluating(module):
+    with isolated_rng(seed), evaluating(module), put_back(module):
         try:
             for parameter, _, _ in gradients:
                 parameter.grad = None

@@ -6,6 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
@@ -152,7 +153,8 @@ class Engine:
     def _fit_data(self, trainer: pl.Trainer) -> DataSource:
         given = self.monitor
         limit = trainer.limit_train_batches if given.limit_fit_batches is None else given.limit_fit_batches
-        return DataSource(trainer, self.encoder, given.fit_loader, limit, given.seed)
+        tell = partial(self.complain, once=True)
+        return DataSource(trainer, self.encoder, given.fit_loader, limit, given.seed, tell)
 
     # -- scoring --------------------------------------------------------------------------------------------------
 

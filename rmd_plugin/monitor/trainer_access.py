@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from rmd_plugin.encoding.batch_encoder import BatchEncoder
 from rmd_plugin.encoding.batches import Encoded, EncodingError, batch_inputs
 from rmd_plugin.encoding.isolation import visiting
 from rmd_plugin.encoding.loop import encode_batches
+from rmd_plugin.encoding.memory import put_back
 from rmd_plugin.monitor.sharding import shard
 
 
@@ -29,6 +30,7 @@ class DataSource:
     loader: Iterable[Any] | None  #: by default ``fit_dataloader()`` of the datamodule or module, or the training set
     limit: int | float | None  #: that of :func:`shard`
     seed: int
+    tell: Callable[[str], None] = lambda problem: None  #: hears of a pass that cannot be undone
 
     @property
     def chosen(self) -> bool:
@@ -58,24 +60,40 @@ class DataSource:
                 return self.encoder(batch)
 
         with visiting(trainer.lightning_module, self.seed), torch.inference_mode(False), torch.no_grad():
-            rank, world = trainer.global_rank, trainer.world_size
-            share = shard(self._source(), rank=rank, world=world, limit=self.limit, seed=self.seed)
-            for number, encoded in enumerate(encode_batches(encode, share.batches)):
-                yield encoded, share.positions(number, seen, len(encoded))
-                seen += len(encoded)
+            rank, world, source = trainer.global_rank, trainer.world_size, self._source()
+            share = shard(source, rank=rank, world=world, limit=self.limit, seed=self.seed)
+            with self._untouched(source):
+                for number, encoded in enumerate(encode_batches(encode, share.batches)):
+                    yield encoded, share.positions(number, seen, len(encoded))
+                    seen += len(encoded)
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         """All of the data as pairs (x, y), the same on every process, for detectors that are fitted on inputs."""
         # limits count the batches of one process
         limit = self.limit * self.trainer.world_size if isinstance(self.limit, int) else self.limit
-        for batch in shard(self._source(), limit=limit, seed=self.seed).batches:
-            batch = transfer(self.trainer, batch)
-            labels = self.encoder.labels_of(batch)
-            if labels is None:
-                raise EncodingError(
-                    "the batches to fit on have no labels. Pass labels=, which takes them from a batch."
-                )
-            yield batch_inputs(batch), labels
+        source = self._source()
+        with self._untouched(source):
+            for batch in shard(source, limit=limit, seed=self.seed).batches:
+                batch = transfer(self.trainer, batch)
+                labels = self.encoder.labels_of(batch)
+                if labels is None:
+                    raise EncodingError(
+                        "the batches to fit on have no labels. Pass labels=, which takes them from a batch."
+                    )
+                yield batch_inputs(batch), labels
+
+    @contextmanager
+    def _untouched(self, source: Iterable[Any]) -> Iterator[None]:
+        """Leave data that are made in this process as they were; worker processes have copies."""
+        here = isinstance(source, DataLoader) and source.num_workers == 0
+        data = (source.dataset, source.collate_fn) if here else ()  # type: ignore[attr-defined]
+        with put_back(data=data) as lost:
+            yield
+        if lost:
+            self.tell(
+                f"a pass over the data may have changed {', '.join(lost)}, which cannot be put back: training may "
+                "differ from that without the monitor. Use refit='stream', num_workers=1, or another fit_loader=."
+            )
 
     def _source(self) -> Iterable[Any]:
         if self.loader is not None:

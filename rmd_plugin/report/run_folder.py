@@ -144,10 +144,12 @@ class RunFolder:
         try:
             yield self
         except (KeyboardInterrupt, GeneratorExit):
-            self.finish("interrupted", "stopped by the user")
+            with suppress(OSError):  # what ended the run counts; a run that has gone is known by its process
+                self.finish("interrupted", "stopped by the user")
             raise
         except BaseException as error:
-            self.finish("failed", describe_error(error))
+            with suppress(OSError):
+                self.finish("failed", describe_error(error))
             raise
         self.finish()
 
@@ -172,7 +174,14 @@ class RunFolder:
         )
 
     def _write_status(self, status: RunStatus) -> None:
-        self._write_json(STATUS, vars(status) | {"about": dict(status.about)})
+        content = vars(status) | {"about": dict(status.about)}
+        try:
+            self._write_json(STATUS, content)
+        except OSError:
+            # a full disk has no room for a new file, but the old one keeps its own
+            with open(self.file(STATUS), "r+b", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                file.write(json.dumps(content).encode().ljust(size))
 
     def read_status(self) -> RunStatus:
         """How the run stands. FileNotFoundError if it has not written it, RunFolderError if the file is damaged."""

@@ -73,11 +73,11 @@ class Trace(pl.Callback):
         self.steps.append(bits(state))
 
 
-def train(monitor, train_loader, val_loader, **kwargs):
+def train(monitor, train_loader, val_loader, make=Classifier, **kwargs):
     random.seed(7)
     np.random.seed(7)  # noqa: NPY002
     torch.manual_seed(7)
-    trace, module = Trace(), Classifier()
+    trace, module = Trace(), make()
     torch.manual_seed(8)
     fit(monitor, trace, module=module, train=train_loader(), val=val_loader(), max_epochs=2, **kwargs)
     return trace.steps
@@ -219,3 +219,192 @@ def test_what_is_drawn_inside_depends_only_on_the_seed():
         assert Drawing.draw() == first
     with isolated_rng(2**40):
         assert Drawing.draw() != first
+
+
+# -- data and modules that remember ------------------------------------------------------------------------------------
+
+GLOBAL_DRAWS = np.random.default_rng(3)
+
+
+class Remembering(Augmented):
+    """Adds noise that a function draws."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def __getitem__(self, index):
+        return self.x[index] + 0.1 * float(self.draw()), self.y[index]
+
+
+class FromGlobal(Augmented):
+    def __getitem__(self, index):
+        return self.x[index] + 0.1 * float(GLOBAL_DRAWS.random()), self.y[index]
+
+
+class Counting(Augmented):
+    """The sixteenth, then the thirty-second sample, and so on are shifted; keeps a list and lazy attributes too."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.log, self.counts = 0, [], {"calls": 0}
+
+    def __getitem__(self, index):
+        self.calls += 1
+        self.counts["calls"] += 1
+        self.log.append(index)
+        if not hasattr(self, "lazy"):
+            self.lazy = len(self.log)
+        shift = (
+            (self.calls % 16 == 0) + 0.01 * self.lazy + 0.01 * (len(self.log) % 7) + 0.01 * (self.counts["calls"] % 5)
+        )
+        return self.x[index] + shift, self.y[index]
+
+
+class Jitter:
+    """A transform with a generator of its own."""
+
+    def __init__(self):
+        self.options = {"parts": [torch.Generator().manual_seed(5)]}
+
+    def __call__(self, pair):
+        return pair[0] + 0.1 * torch.rand((), generator=self.options["parts"][0]), pair[1]
+
+
+class Transformed(torch.utils.data.Dataset):
+    def __init__(self, data, transform):
+        self.data, self.transform = data, transform
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.transform(self.data[index])
+
+
+def nested():
+    part = torch.utils.data.Subset(Transformed(Augmented(), Jitter()), range(45))
+    other = torch.utils.data.Subset(Remembering(np.random.RandomState(1).rand), range(45, 90))
+    return torch.utils.data.ConcatDataset([part, other])
+
+
+def closure():
+    rng = random.Random(2)
+    return Remembering(lambda: rng.random())
+
+
+def collated():
+    rng = np.random.default_rng(4)
+
+    def collate(items):
+        x, y = torch.utils.data.default_collate(items)
+        return x + 0.1 * float(rng.random()), y
+
+    return DataLoader(Augmented(), 16, shuffle=True, collate_fn=collate)
+
+
+def from_global():
+    global GLOBAL_DRAWS
+    GLOBAL_DRAWS = np.random.default_rng(3)
+    return FromGlobal()
+
+
+def over(make):
+    return lambda: DataLoader(make(), 16, shuffle=True, generator=torch.Generator().manual_seed(6))
+
+
+STATEFUL_DATA = {
+    "numpy generator": over(lambda: Remembering(np.random.default_rng(0).random)),
+    "numpy random state": over(lambda: Remembering(np.random.RandomState(0).rand)),
+    "torch generator": over(lambda: Transformed(Augmented(), Jitter())),
+    "python random": over(lambda: Remembering(random.Random(0).random)),
+    "closure": over(closure),
+    "subsets and transforms": over(nested),
+    "global name": over(from_global),
+    "counters and lists": over(Counting),
+    "collation": collated,
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "refit"), [*((case, "pass") for case in STATEFUL_DATA), ("counters and lists", "stream")]
+)
+def test_data_that_remember_give_the_same_training(case, refit):
+    def make():
+        return (
+            {"rmd": RMD(), "inputs": lambda m: MahalanobisODIN(m.model.features)} if refit == "pass" else {"rmd": RMD()}
+        )
+
+    alone = train(None, STATEFUL_DATA[case], validation)
+    monitor = OODMonitor(make(), head="model.fc", ood={"svhn": loader(OOD)}, refit=refit)
+    assert same(alone, train(monitor, STATEFUL_DATA[case], validation))
+    assert len(values(monitor, epoch=1)) == 2 * len(make())
+
+
+class Moody(nn.Module):
+    """Remembers its forwards in every way that a module can, and lets all of it count."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.means, self.bank = 0, [], {}
+        self.register_buffer("hidden", torch.zeros(()), persistent=False)
+        self.queue, self.draws = torch.zeros(4), np.random.default_rng(1)
+        self.last = None
+
+    def forward(self, x):
+        self.calls += 1
+        self.hidden += 1
+        self.queue[self.calls % 4] = self.calls
+        self.means.append(self.calls)
+        self.bank[self.calls % 7] = self.calls
+        seen = self.calls + len(self.means) + sum(self.bank.values()) + (0 if self.last is None else self.last)
+        self.last = self.calls
+        return x * (1 + 0.01 * torch.sin(seen + self.hidden + self.queue.sum()) + 0.01 * self.draws.random())
+
+
+def stateful_module(kind):
+    module = Classifier()
+    if kind == "moody":
+        module.model.body.append(Moody())
+    elif kind == "lightning module":
+        module.calls = 0
+        plain = module.model.features
+
+        def features(x):
+            module.calls += 1
+            return plain(x) * (1 + 0.1 * (module.calls % 3))
+
+        module.model.features = features
+    elif kind == "spectral norm":
+        nn.utils.spectral_norm(module.model.body[0])
+    else:
+        nn.utils.parametrizations.spectral_norm(module.model.body[0])
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning", "ignore:.*spectral_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    ("kind", "refit"),
+    [
+        *(("moody", "pass"), ("moody", "stream"), ("lightning module", "pass")),
+        *(("spectral norm", "pass"), ("spectral norm, parametrized", "pass")),
+    ],
+)
+def test_modules_that_remember_give_the_same_training(kind, refit):
+    monitor = OODMonitor({"rmd": RMD()}, head="model.fc", ood={"svhn": loader(OOD)}, refit=refit)
+    alone, watched = (train(m, shuffled, validation, lambda: stateful_module(kind)) for m in (None, monitor))
+    assert same(alone, watched)
+
+
+def test_data_that_cannot_be_put_back_are_named_once():
+    draws = iter(np.random.default_rng(0).random(10_000))
+    monitor = OODMonitor({"rmd": RMD()}, head="model.fc", ood={"svhn": loader(OOD)})
+    with pytest.warns(UserWarning, match=r"may have changed Remembering\.draw") as caught:
+        fit(monitor, train=DataLoader(Remembering(draws.__next__), 16), max_epochs=2)
+    assert len(kit.told(caught)) == 1
+
+
+def test_data_in_worker_processes_are_not_searched():
+    draws = iter(np.random.default_rng(0).random(10_000))
+    monitor = OODMonitor({"rmd": RMD()}, head="model.fc", ood={"svhn": loader(OOD)})
+    fit(monitor, train=DataLoader(Remembering(draws.__next__), 16, num_workers=1), max_epochs=1)

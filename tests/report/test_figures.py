@@ -45,7 +45,7 @@ def rows(scores):
 
 
 def area(fpr, tpr):
-    return float(np.trapezoid(tpr, fpr))
+    return float(torch.trapezoid(torch.as_tensor(tpr), torch.as_tensor(fpr)))
 
 
 def texts(axes):

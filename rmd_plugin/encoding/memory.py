@@ -1,0 +1,186 @@
+"""What modules and data sets remember besides their tensors: generators, counters, lists. Found, kept and put back."""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+#: bounds of the search
+_OBJECTS, _ITEMS = 5000, 1000
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
+#: torch keeps these of a module itself, and evaluation mode is somebody else's
+_INTERNAL = frozenset(vars(nn.Module()))
+#: objects of these packages work at other times too: nothing of them is put back
+_FOREIGN = {"torch", "pytorch_lightning", "lightning", "lightning_fabric"}
+#: methods by which a loader or a module calls objects of the user's
+_CALLED = ("__getitem__", "__getitems__", "__call__", "forward")
+
+
+@contextmanager
+def put_back(module: nn.Module | None = None, data: Iterable[object] = ()) -> Iterator[list[str]]:
+    """Put back, after the block, what it has changed in the memory of a module and of things that make its data.
+
+    These are generators of random numbers, wherever they are within reach; and attributes, with lists, dicts and sets
+    among them, of the module's parts and of the data's objects. The search is bounded, and big arrays are not copied.
+
+    Args:
+        module: its tensors are not looked at, but those in plain attributes.
+        data: data sets, transforms and functions.
+
+    Yields:
+        Names of what cannot be put back. Tensors that the data changed in place are added after the block.
+    """
+    memory = _Memory()
+    if module is not None:
+        memory.search(module, type(module).__name__, everything=False)
+    for thing in data:
+        memory.search(thing, getattr(thing, "__name__", type(thing).__name__), everything=True)
+    try:
+        yield memory.lost
+    finally:
+        for undo in memory.undo:
+            undo()
+
+
+class _Memory:
+    def __init__(self) -> None:
+        self.undo: list[Callable[[], None]] = []
+        self.lost: list[str] = []
+        self._seen: dict[int, object] = {}  # with the objects: an id is one object's only while that lives
+
+    def search(self, root: object, name: str, *, everything: bool) -> None:
+        """Breadth first; not ``everything``: of objects that are neither modules nor theirs only the generators."""
+        queue = deque([(root, name, True)])
+        while queue and len(self._seen) < _OBJECTS:
+            thing, where, own = queue.popleft()
+            if id(thing) in self._seen:
+                continue
+            self._seen[id(thing)] = thing
+            for child, label, container in self._look(thing, where, own):
+                named = f"{where}{label}"
+                queue.append((child, named, own if container else everything or isinstance(child, nn.Module)))
+
+    def _look(self, thing: Any, where: str, own: bool) -> Iterator[tuple[Any, str, bool]]:
+        """Keep one object, and give the objects in it: each with its name, and whether it is its owner's own."""
+        if isinstance(thing, _GENERATORS):
+            self._keep_generator(thing, where)
+        elif type(thing) in (*_CONTAINERS, tuple):
+            if own and type(thing) is not tuple:
+                self.undo.append(_restore_items(thing))
+            if len(thing) <= _ITEMS:
+                values = thing.items() if isinstance(thing, dict) else enumerate(thing)
+                yield from ((value, f"[{key!r}]", True) for key, value in values)
+        elif isinstance(thing, functools.partial):
+            yield from ((part, "", False) for part in (thing.func, thing.args, thing.keywords))
+        elif callable(thing) and not isinstance(getattr(thing, "__self__", None), (type(None), types.ModuleType)):
+            yield from ((part, "", False) for part in (thing.__self__, getattr(thing, "__func__", None)))
+        elif isinstance(thing, types.FunctionType):
+            yield from _of_function(thing)
+        elif isinstance(thing, Iterator) and not isinstance(thing, io.IOBase):
+            self.lost.append(where)
+        elif not isinstance(thing, (type, types.ModuleType, Tensor)) and hasattr(thing, "__dict__"):
+            yield from self._look_at_attributes(thing, where, own)
+
+    def _look_at_attributes(self, thing: Any, where: str, own: bool) -> Iterator[tuple[Any, str, bool]]:
+        package = type(thing).__module__.partition(".")[0]
+        if package in sys.stdlib_module_names or package in _FOREIGN - {"torch"}:
+            return
+        values = vars(thing)
+        if own and package not in _FOREIGN:
+            hidden = _INTERNAL if isinstance(thing, nn.Module) else frozenset()
+            self.undo.append(_restore_attributes(values, hidden))
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    self._keep_tensor(value, f"{where}.{name}", copied=isinstance(thing, nn.Module))
+        if isinstance(thing, nn.Module):
+            yield from ((child, f".{name}", False) for name, child in thing.named_children())
+        for method in _CALLED:
+            yield from _of_function(getattr(type(thing), method, None))
+        for name, value in values.items():
+            if not isinstance(thing, nn.Module) or name not in _INTERNAL:
+                yield value, f".{name}", type(value) in _CONTAINERS
+
+    def _keep_generator(self, generator: Any, where: str) -> None:
+        if isinstance(generator, np.random.Generator):
+            bits, state = generator.bit_generator, generator.bit_generator.state
+            self.undo.append(lambda: setattr(bits, "state", state))
+            return
+        get, put = ("getstate", "setstate") if isinstance(generator, random.Random) else ("get_state", "set_state")
+        try:
+            before = getattr(generator, get)()
+        except NotImplementedError:  # random.SystemRandom
+            self.lost.append(where)
+        else:
+            self.undo.append(lambda: getattr(generator, put)(before))
+
+    def _keep_tensor(self, tensor: Tensor, where: str, *, copied: bool) -> None:
+        if tensor.requires_grad or tensor.is_inference():
+            return  # part of a graph, or without a count of its changes
+        version, before = tensor._version, tensor.clone() if copied else None
+
+        def undo() -> None:
+            if tensor._version != version and before is None:
+                self.lost.append(where)
+            elif tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(before)  # type: ignore[arg-type]
+
+        self.undo.append(undo)
+
+
+def _of_function(function: object) -> Iterator[tuple[Any, str, bool]]:
+    """What a function holds: closure, defaults, and generators among the global names that it uses."""
+    if not isinstance(function, types.FunctionType):
+        return
+    cells = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            cells.append((name, cell.cell_contents))
+        except ValueError:  # not filled yet
+            continue
+    used = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
+    cells += [(name, value) for name, value in used if isinstance(value, _GENERATORS)]
+    yield from ((value, f"<{name}>", False) for name, value in cells)
+    yield from ((value, "", False) for value in (function.__defaults__, function.__kwdefaults__) if value)
+
+
+def _restore_items(container: Any) -> Callable[[], None]:
+    before = list(container.items() if isinstance(container, dict) else container)
+    keys = isinstance(container, dict)
+
+    def undo() -> None:
+        now = container.items() if keys else container
+        if len(now) == len(before) and all(_is(a, b, keys) for a, b in zip(now, before, strict=True)):
+            return
+        container.clear()
+        (container.update if keys or isinstance(container, set) else container.extend)(before)
+
+    return undo
+
+
+def _is(first: Any, second: Any, pairs: bool) -> bool:
+    # by identity: tensors and arrays do not compare to a truth value
+    return first[0] is second[0] and first[1] is second[1] if pairs else first is second
+
+
+def _restore_attributes(values: dict[str, Any], hidden: frozenset[str]) -> Callable[[], None]:
+    before = {name: value for name, value in values.items() if name not in hidden}
+
+    def undo() -> None:
+        for name in [name for name in values if name not in hidden and name not in before]:
+            del values[name]
+        values.update({name: value for name, value in before.items() if values.get(name, before) is not value})
+
+    return undo

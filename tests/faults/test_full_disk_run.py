@@ -1,0 +1,172 @@
+"""A disk that is full: the run says so in one sentence, is marked as failed, and what was there before stays."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from contextlib import suppress
+
+import config_kit
+import pytest
+
+from rmd_plugin.app.report import main as report
+from rmd_plugin.compare.rows import Row
+from rmd_plugin.report.gather import read_run
+from rmd_plugin.report.run_folder import RunFolder
+
+ROW = Row("digits", "noise", "mlp", "rmd", 0, "AUROC", 0.9)
+WORDS = ["benchmark=digits", "limit_train=120", "limit_test=30", "resamples=20", "figures=false", "hydra.run.dir=out"]
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def no_new_file(monkeypatch):
+    """As on a full disk: no new file, but the blocks of the old ones can be written again."""
+    real = open
+
+    def limited(path, mode="r", *args, **options):
+        return full() if "w" in mode else real(path, mode, *args, **options)
+
+    monkeypatch.setattr("builtins.open", limited)
+
+
+def test_a_run_on_a_full_disk_is_marked_as_failed_with_the_reason(tmp_path, monkeypatch, capsys):
+    folder = RunFolder(tmp_path / "run")
+
+    def job():
+        with folder.running(about={"benchmark": "digits", "backbone": "mlp", "seed": 0}), monkeypatch.context() as disk:
+            no_new_file(disk)
+            try:
+                folder.write_rows([ROW])
+            finally:
+                folder.finish("failed", "No space left on device")
+
+    with pytest.raises(OSError, match=r"No space left on device: '.*rows\.csv'"):
+        job()
+    status = folder.read_status()
+    assert (status.state, status.about["benchmark"]) == ("failed", "digits")
+    assert "No space left" in status.reason
+    assert report([str(tmp_path)]) == 0
+    assert "failed: " in capsys.readouterr().out
+
+
+def test_a_status_that_is_written_over_is_whole_even_if_it_was_longer(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    folder.start()
+    folder.finish("failed", "a long reason " * 40)
+    no_new_file(monkeypatch)
+    folder.finish()
+    assert json.loads(folder.file("status.json").read_text()) == vars(folder.read_status())
+    assert folder.read_status().state == "done"
+
+
+def test_where_nothing_can_be_written_the_error_of_the_run_is_the_one_that_is_raised(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+
+    def job():
+        with folder.running():
+            monkeypatch.setattr(folder, "_write_status", full)
+            raise ZeroDivisionError("of the run")
+
+    with pytest.raises(ZeroDivisionError, match="of the run"):
+        job()
+    assert folder.read_status().state == "running"
+
+
+def test_a_run_whose_process_is_gone_is_shown_as_such(tmp_path):
+    code = "from rmd_plugin.report.run_folder import RunFolder; import os; RunFolder('run').start(); os._exit(9)"
+    assert config_kit.python("-c", code, cwd=tmp_path).returncode == 9
+    run = read_run(tmp_path / "run")
+    assert (run.outcome, run.reason) == ("unfinished", "its process ended without a word; was it killed?")
+
+
+def limited_run(folder, module, words, size):
+    """Run a command none of whose files may grow over a size in bytes."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *words], cwd=folder, env=config_kit.environment(GIT_OPTIONAL_LOCKS="0"),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "more", "size"),
+    [
+        # the first figure, the first checkpoint
+        ("rmd_plugin.app.compare", ["detector=[rmd]", "cache_dir=null", "figures=true"], 20_000),
+        ("rmd_plugin.app.train", ["backbone=mlp", "detector=[rmd]", "trainer.max_epochs=1"], 20_000),
+    ],
+)
+def test_a_file_that_may_not_grow_ends_a_command_with_one_sentence(module, more, size, tmp_path):
+    done = limited_run(tmp_path, module, [*WORDS, *more], size)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    (sentence,) = (line for line in done.stderr.splitlines() if line.startswith("rmd-"))
+    assert "File too large" in sentence
+    assert RunFolder(tmp_path / "out").read_status().state == "failed"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MB of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system")
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", place], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode()}")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def fill(place, *, leave=0):
+    """Leave so many bytes free on a file system."""
+    with open(place / "filler", "wb", buffering=0) as file:
+        with suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        file.truncate(file.tell() - leave)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "more", "leave", "state"),
+    [
+        ("rmd_plugin.app.train", ["backbone=mlp", "detector=[rmd]", "trainer.max_epochs=1"], 300_000, "failed"),
+        ("rmd_plugin.app.compare", ["detector=[rmd]", "cache_dir=null"], 40_000, "failed"),
+        ("rmd_plugin.app.compare", ["detector=[rmd]", "cache_dir=null"], 0, None),
+    ],
+)
+def test_a_full_disk_ends_a_command_with_one_sentence_and_a_failed_run(module, more, leave, state, small_disk):
+    fill(small_disk, leave=leave)
+    done = config_kit.run(module, small_disk, *WORDS, *more)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    (sentence,) = (line for line in done.stderr.splitlines() if line.startswith("rmd-"))
+    assert "No space left on device" in sentence
+    assert "the disk is full" in sentence.lower()
+    if state is not None:
+        assert RunFolder(small_disk / "out").read_status().state == state
+
+
+@pytest.mark.slow
+def test_a_report_on_a_full_disk_is_one_sentence_and_leaves_the_old_one(small_disk):
+    folder = RunFolder(small_disk / "run")
+    with folder.running(about={"benchmark": "digits", "backbone": "mlp", "seed": 0}):
+        folder.write_rows([ROW])
+    assert config_kit.run("rmd_plugin.app.report", small_disk, "run").returncode == 0
+    before = {path.name: path.read_bytes() for path in (small_disk / "run").iterdir()}
+    fill(small_disk)
+    done = config_kit.run("rmd_plugin.app.report", small_disk, "run")
+    assert done.returncode == 1
+    (sentence,) = done.stderr.splitlines()
+    assert "the disk is full" in sentence.lower()
+    assert {path.name: path.read_bytes() for path in (small_disk / "run").iterdir()} == before
