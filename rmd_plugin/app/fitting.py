@@ -74,8 +74,8 @@ def logged_warnings(*, resumed: bool = False) -> Iterator[None]:
     with warnings.catch_warnings():
         # Lightning's own call of torch
         warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-        if resumed:  # of the CSV logger: LastCheckpoint brings its lines back
-            warnings.filterwarnings("ignore", message=r"Experiment logs directory .* exists and is not empty")
+        if resumed:  # the checkpoints are what it goes on from, and LastCheckpoint brings the lines of the logs back
+            warnings.filterwarnings("ignore", message=r"(Experiment logs|Checkpoint) directory .* is not empty")
         before, warnings.showwarning = warnings.showwarning, show
         yield
 

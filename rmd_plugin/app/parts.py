@@ -128,7 +128,8 @@ def make_callbacks(cfg: DictConfig) -> list[Callback]:
     """The callbacks of ``callbacks=``, the one to resume by first; what the trainer's switches turn off is left out."""
     checkpoints = Checkpoint, LastCheckpoint
     switches = {"progress_bar": (ProgressBar,), "model_summary": (ModelSummary,), "checkpointing": checkpoints}
-    off = tuple(kind for name, kinds in switches.items() if cfg.trainer.get(f"enable_{name}") is False for kind in kinds)
+    disabled = [kinds for name, kinds in switches.items() if cfg.trainer.get(f"enable_{name}") is False]
+    off = tuple(kind for kinds in disabled for kind in kinds)
     made = []
     for name, node in (cfg.get("callbacks") or {}).items():
         if node is None or (name == "ood_monitor" and not node.detectors):  # monitor=[] watches none

@@ -1,4 +1,4 @@
-"""``resume=true``: whether there is anything left to do, whether the config still fits, and where a training goes on."""
+"""``resume=true``: is anything left to do, does the config still fit, and where does the training go on."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def _changes(cfg: DictConfig, folder: RunFolder) -> dict[str, tuple[Any, Any]]:
     kept.paths = now.paths = cfg.paths  # wherever they lie: the data are the same, and the references resolve
     old, new = dict(_options(kept)), dict(_options(now))
     # an option that there was not yet, or is no longer, had its default
-    return {
-        key: (old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)
-    }
+    return {key: (old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)}
 
 
 def _options(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:

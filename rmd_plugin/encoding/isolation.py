@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,10 +31,10 @@ def random_states() -> dict[str, Any]:
 
     The accelerators' generators take part only if they are in use: asking for their state would start them.
     """
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state())  # noqa: NPY002
     return {
         "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), *rest),  # type: ignore[union-attr]
+        "numpy": (kind, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
