@@ -14,14 +14,16 @@ from torch.nn import functional as F
 
 from rmd_plugin.report.run_folder import RunFolder
 
-#: two stages, dropout, shuffling, a learning rate that changes, validation inside of epochs, all of it in seconds
+#: dropout, shuffling, a learning rate that changes, validation inside of epochs, all of it in seconds
 OPTIONS = [
     "backbone=mlp", "backbone.hidden=[8]", "backbone.dropout=0.3", "optimizer=sgd", "optimizer.optimizer.lr=0.05",
-    "callbacks=[default,lr_monitor]", "detector=[rmd,mahalanobis,msp]", "trainer.max_epochs=4",
+    "callbacks=[default,lr_monitor]", "detector=[rmd,mahalanobis,msp]", "weights=last", "trainer.max_epochs=4",
     "trainer.val_check_interval=0.5", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
     "trainer.log_every_n_steps=1", "limit_train=150", "limit_test=40", "batch_size=32", "figures=false", "resamples=5",
-    "weights=last", "+pretrain.max_epochs=2", "+pretrain.stage._target_=fault_kit.Contrast",
-    "+pretrain.stage._partial_=true",
+]  # fmt: skip
+#: and before it a stage without labels
+PRETRAIN = [
+    "+pretrain.max_epochs=2", "+pretrain.stage._target_=fault_kit.Contrast", "+pretrain.stage._partial_=true",
 ]  # fmt: skip
 
 #: forks of a process that has imported everything: a run takes a second instead of ten
@@ -60,7 +62,9 @@ def job(folder, *options):
     os.makedirs(folder, exist_ok=True)
     sys.stdout = sys.stderr = open(os.path.join(folder, "output.txt"), "a")  # noqa: SIM115
     with hydra_initialised():
-        cfg = compose_train([*OPTIONS, f"paths.output_dir={folder}", *options])
+        cfg = compose_train(
+            [*OPTIONS, *(f"+pretrain.{option}" for option in PRETRAIN), f"paths.output_dir={folder}", *options]
+        )
     train(cfg, command="rmd-train")
 
 

@@ -1,10 +1,12 @@
 """kill -9 at any moment, then ``resume=true``: the same to the last bit as a run that was never stopped."""
 
+import os
 import random
 import re
 import signal
 import time
 
+import config_kit
 import fault_kit
 import pytest
 from fault_kit import left_behind
@@ -39,3 +41,25 @@ def test_a_killed_run_ends_as_if_it_had_never_been_stopped(tmp_path, whole, kill
     found = left_behind(tmp_path / "run")
     assert [name for name in expected if found.get(name) != expected[name]] == []
     assert found.keys() == expected.keys()
+
+
+@pytest.mark.ddp
+def test_two_processes_go_on_as_if_they_had_never_been_stopped(tmp_path):
+    options = [*fault_kit.OPTIONS, "trainer=ddp", "trainer.accelerator=cpu"]
+
+    def start(folder, *more):
+        return config_kit.start("rmd_plugin.app.train", tmp_path, *options, f"hydra.run.dir={folder}", *more)
+
+    def finish(process):
+        output = "".join(process.communicate(timeout=600))
+        assert process.returncode == 0, output[-3000:]
+
+    finish(start("whole"))
+    process, last = start("killed"), tmp_path / "killed/checkpoints/last.ckpt"
+    while not last.is_file() and process.poll() is None:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)  # both
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    finish(start("killed", "resume=true"))
+    assert left_behind(tmp_path / "killed") == left_behind(tmp_path / "whole")
