@@ -62,9 +62,7 @@ def job(folder, *options):
     os.makedirs(folder, exist_ok=True)
     sys.stdout = sys.stderr = open(os.path.join(folder, "output.txt"), "a")  # noqa: SIM115
     with hydra_initialised():
-        cfg = compose_train(
-            [*OPTIONS, *(f"+pretrain.{option}" for option in PRETRAIN), f"paths.output_dir={folder}", *options]
-        )
+        cfg = compose_train([*OPTIONS, *PRETRAIN, f"paths.output_dir={folder}", *options])
     train(cfg, command="rmd-train")
 
 
