@@ -5,7 +5,7 @@ It offers ``fit_dataloader`` and ``ood_dataloaders``, which :class:`rmd_plugin.O
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
@@ -17,6 +17,26 @@ if TYPE_CHECKING:
     from rmd_plugin.benchmarks.base import OODBenchmark, Split
 
 Transform = Callable[[Any], Tensor]
+
+
+class _ShuffledLoader(DataLoader[Any]):
+    """A loader whose order does not change if an iterator is asked for again before its first batch was taken.
+
+    That is what Lightning before 2.6 does when a training goes on.
+    """
+
+    _before: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._before is not None:
+            self.generator.set_state(self._before)
+        self._before = self.generator.get_state()
+        return self._batches(super().__iter__())
+
+    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for batch in iterator:
+            self._before = None
+            yield batch
 
 
 class BenchmarkData(pl.LightningDataModule):
@@ -43,10 +63,24 @@ class BenchmarkData(pl.LightningDataModule):
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.seed = seed
+        self._shuffling: torch.Generator | None = None  # of the training loader in use
+        self._saved: Tensor | None = None  # its state in the checkpoint that the training goes on from
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled training samples behind the training transform."""
-        return self._loader(self.benchmark.train_set(), self.train_transform, shuffle=True)
+        loader = self._loader(self.benchmark.train_set(), self.train_transform, shuffle=True)
+        self._shuffling, saved, self._saved = loader.generator, self._saved, None
+        if saved is not None:
+            loader.generator.set_state(saved)
+        return loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the shuffling is: between two epochs that says in which order the next one comes."""
+        return {} if self._shuffling is None else {"shuffling": self._shuffling.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next training loader go on from there."""
+        self._saved = state_dict["shuffling"]
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Held-out in-distribution samples."""
@@ -62,12 +96,14 @@ class BenchmarkData(pl.LightningDataModule):
         return {name: self._loader(data, self.test_transform) for name, data in sets}
 
     def _loader(self, data: Split, transform: Transform | None, *, shuffle: bool = False) -> DataLoader[Any]:
-        return DataLoader(
+        kind = _ShuffledLoader if shuffle else DataLoader
+        return kind(
             data if transform is None else data.with_transform(transform),
             batch_size=self.batch_size,
             shuffle=shuffle,
             num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
+            # workers that shuffle and augment begin anew with each epoch: their random states are in no checkpoint
+            persistent_workers=self.num_workers > 0 and not shuffle,
             # a generator of its own: other loaders and callbacks cannot change the order of the training data
             generator=torch.Generator().manual_seed(self.seed),
         )

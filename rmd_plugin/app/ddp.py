@@ -31,7 +31,12 @@ _PROGRAM = "rmd_plugin.app.train"
 
 def helps_to_train() -> bool:
     """Whether this is a further process of DDP, which only trains: the first one compares and writes."""
-    return bool(getattr(rank_zero_only, "rank", 0))
+    return rank() > 0
+
+
+def rank() -> int:
+    """The number of this process, also before a trainer has made the group."""
+    return int(getattr(rank_zero_only, "rank", None) or 0)
 
 
 @contextmanager

@@ -1,36 +1,32 @@
-"""What a training needs around ``trainer.fit``: a first stage, where to go on, Ctrl-C, quiet warnings, early errors."""
+"""What a training needs around ``trainer.fit``: a first stage, Ctrl-C, quiet warnings, early errors."""
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from pytorch_lightning.callbacks import ModelCheckpoint
 
 from rmd_plugin.app.classifier import Classifier
 from rmd_plugin.app.data import BenchmarkData
-from rmd_plugin.app.ddp import single_job
+from rmd_plugin.app.ddp import rank, single_job
+from rmd_plugin.app.last_checkpoint import LastCheckpoint
+from rmd_plugin.app.resume import PRETRAINED, is_whole, newest_whole
 from rmd_plugin.app.trainer import make_trainer
 from rmd_plugin.backbones.base import Backbone
-from rmd_plugin.backbones.checkpoint import CheckpointError
-from rmd_plugin.backbones.fetch import find_checkpoint
 from rmd_plugin.detectors.functional import NumericalWarning
 from rmd_plugin.report.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
-
-#: folders below the output folder
-CHECKPOINTS, PRETRAINED = "checkpoints", "pretrained"
 
 
 def pretrain(cfg: DictConfig, backbone: Backbone, data: BenchmarkData | None, folder: RunFolder) -> None:
@@ -38,40 +34,23 @@ def pretrain(cfg: DictConfig, backbone: Backbone, data: BenchmarkData | None, fo
 
     A finished stage is loaded instead when the job resumes, and where there is no data.
     """
-    stage, done = instantiate(cfg.pretrain.stage)(backbone), folder.path / PRETRAINED / "done.ckpt"
-    if data is None or (cfg.resume and done.is_file()):
+    stage, keep = instantiate(cfg.pretrain.stage)(backbone), LastCheckpoint(folder.path / PRETRAINED)
+    done = keep.path.with_name("done.ckpt")
+    if data is None or (cfg.resume and done.is_file() and is_whole(done)):
         log.info("pre-training was finished before: %s", done)
-        stage.load_state_dict(torch.load(done, map_location="cpu", weights_only=True)["state_dict"])
+        content = torch.load(done, map_location="cpu", weights_only=True)
+        stage.load_state_dict(content["state_dict"])
+        if data is not None:
+            keep.restore_random_states(content["callbacks"].get(keep.state_key), rank())
         return
-    keep = ModelCheckpoint(folder.path / PRETRAINED, "last", enable_version_counter=False)
-    last = folder.path / PRETRAINED / "last.ckpt"
-    trainer = make_trainer(cfg.trainer, callbacks=[keep], max_epochs=cfg.pretrain.max_epochs, logger=False)
+    ours = {"max_epochs": cfg.pretrain.max_epochs, "logger": False, "enable_checkpointing": False}
+    trainer = make_trainer(cfg.trainer, callbacks=[keep], **ours)
     with stoppable(trainer), single_job():
-        trainer.fit(stage, datamodule=data, ckpt_path=last if cfg.resume and last.is_file() else None)
+        trainer.fit(stage, datamodule=data, ckpt_path=newest_whole(keep.path.parent) if cfg.resume else None)
     if trainer.interrupted:
         raise KeyboardInterrupt
-    trainer.save_checkpoint(done)
-
-
-def resume_point(cfg: DictConfig, backbone: Backbone, folder: RunFolder) -> Path | None:
-    """The checkpoint that a training goes on from, looked at before: Lightning's own errors are long.
-
-    Raises:
-        OSError, ValueError: if it is missing, damaged, of another network, or holds weights only.
-    """
-    last = folder.path / CHECKPOINTS / "last.ckpt"
-    path = last if cfg.resume and last.is_file() else cfg.ckpt_path
-    if path is None:
-        return None
-    found = find_checkpoint(path, option="ckpt_path")
-    backbone.load_checkpoint(found)
-    content = torch.load(found, map_location="cpu", weights_only=True)
-    if "optimizer_states" not in content or "loops" not in content:
-        raise CheckpointError(
-            f"{found} holds weights, but not the state of a training to go on from. "
-            f"To start from these weights: backbone.checkpoint={path} ckpt_path=null."
-        )
-    return found
+    if trainer.is_global_zero:
+        os.replace(keep.path, done)
 
 
 def check_optimizer(module: Classifier) -> None:
@@ -83,7 +62,7 @@ def check_optimizer(module: Classifier) -> None:
 
 
 @contextmanager
-def logged_warnings() -> Iterator[None]:
+def logged_warnings(*, resumed: bool = False) -> Iterator[None]:
     """Log what our detectors warn of, without Python's lines about where: a user of a command has no lines there."""
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
@@ -95,6 +74,8 @@ def logged_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         # Lightning's own call of torch
         warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+        if resumed:  # the checkpoints are what it goes on from, and LastCheckpoint brings the lines of the logs back
+            warnings.filterwarnings("ignore", message=r"(Experiment logs|Checkpoint) directory .* is not empty")
         before, warnings.showwarning = warnings.showwarning, show
         yield
 

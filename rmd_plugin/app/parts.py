@@ -16,6 +16,7 @@ from pytorch_lightning.callbacks import Callback, Checkpoint, ModelSummary, Prog
 from pytorch_lightning.loggers import Logger
 from torch import Tensor
 
+from rmd_plugin.app.last_checkpoint import LastCheckpoint
 from rmd_plugin.backbones.base import Backbone, as_backbone
 from rmd_plugin.benchmarks.base import OODBenchmark, as_benchmark
 from rmd_plugin.compare.adapters import Factory
@@ -124,9 +125,11 @@ def make_extractor(cfg: DictConfig, benchmark: OODBenchmark, backbone: Backbone,
 
 
 def make_callbacks(cfg: DictConfig) -> list[Callback]:
-    """The callbacks of ``callbacks=``; those that the trainer's own switches turn off are left out."""
-    switches = {"progress_bar": ProgressBar, "model_summary": ModelSummary, "checkpointing": Checkpoint}
-    off = tuple(kind for name, kind in switches.items() if cfg.trainer.get(f"enable_{name}") is False)
+    """The callbacks of ``callbacks=``, the one to resume by first; what the trainer's switches turn off is left out."""
+    checkpoints = Checkpoint, LastCheckpoint
+    switches = {"progress_bar": (ProgressBar,), "model_summary": (ModelSummary,), "checkpointing": checkpoints}
+    disabled = [kinds for name, kinds in switches.items() if cfg.trainer.get(f"enable_{name}") is False]
+    off = tuple(kind for kinds in disabled for kind in kinds)
     made = []
     for name, node in (cfg.get("callbacks") or {}).items():
         if node is None or (name == "ood_monitor" and not node.detectors):  # monitor=[] watches none
@@ -138,7 +141,7 @@ def make_callbacks(cfg: DictConfig) -> list[Callback]:
             raise ValueError(f"callbacks.{name} is a {type(callback).__name__}, expected a Lightning Callback.")
         if not isinstance(callback, off):
             made.append(callback)
-    return made
+    return sorted(made, key=lambda callback: not isinstance(callback, LastCheckpoint))
 
 
 def make_loggers(cfg: DictConfig) -> list[Logger]:

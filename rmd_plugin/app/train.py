@@ -16,7 +16,7 @@ from rmd_plugin.app.configs import repeatable
 from rmd_plugin.app.data import BenchmarkData
 from rmd_plugin.app.ddp import helps_to_train, single_job
 from rmd_plugin.app.errors import whole_number
-from rmd_plugin.app.fitting import CHECKPOINTS, check_optimizer, logged_warnings, pretrain, resume_point, stoppable
+from rmd_plugin.app.fitting import check_optimizer, logged_warnings, pretrain, stoppable
 from rmd_plugin.app.parts import (
     about,
     check_backbone_takes,
@@ -27,6 +27,7 @@ from rmd_plugin.app.parts import (
     make_extractor,
     make_loggers,
 )
+from rmd_plugin.app.resume import CHECKPOINTS, nothing_left, resume_point
 from rmd_plugin.app.trainer import evaluation_device, make_trainer
 from rmd_plugin.app.trust import check_config
 from rmd_plugin.backbones.base import Backbone
@@ -58,15 +59,14 @@ def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
     if cfg.head not in ("own", "auto", "linear_probe", None):
         raise ValueError(f"head must be own, auto, linear_probe or null, got {cfg.head!r}.")
     folder = RunFolder(cfg.paths.output_dir)
-    if cfg.resume and folder.done:
-        log.info("finished before, not run again: %s", folder.path)
+    if cfg.resume and nothing_left(cfg, folder):
         return None
     for chatty in ("pytorch_lightning.utilities.rank_zero", "pytorch_ood"):
         logging.getLogger(chatty).setLevel(logging.WARNING)  # the table at the end is what the user waits for
     pl.seed_everything(whole_number(cfg.seed, "seed"), workers=True, verbose=False)
     command = command or current_command("rmd-train")
     running = folder.running(config=repeatable(cfg, "train"), about=about(cfg), command=command)
-    with logged_warnings(), nullcontext() if helps_to_train() else running:
+    with logged_warnings(resumed=cfg.resume), nullcontext() if helps_to_train() else running:
         make_detectors(cfg)
         benchmark = make_benchmark(cfg)
         backbone = _new_backbone(cfg, benchmark)
@@ -152,9 +152,6 @@ def _after_fit(cfg: DictConfig, trainer: pl.Trainer, backbone: Backbone, folder:
         _load(backbone, Path(best))
     elif cfg.weights == "best":
         log.warning("no callback keeps the best weights (callbacks=checkpoint): the last ones are compared")
-    elif cfg.weights == "last" and not trainer.interrupted:
-        # of the very end: what came after the last validation counts, and averaged weights too
-        trainer.save_checkpoint(folder.path / CHECKPOINTS / "last.ckpt")
     backbone.head_loaded = True
     score = getattr(kept, "best_model_score", None)
     return None if score is None else float(score)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from types import CellType, FunctionType, ModuleType
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -111,31 +112,47 @@ def _is_filled(cell: CellType) -> bool:
         return False
 
 
+def random_states() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's global generators, as plain data that a checkpoint can hold.
+
+    The accelerators' generators take part only if they are in use: asking for their state would start them.
+    """
+    kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state())  # noqa: NPY002
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Give the global generators the states back that :func:`random_states` returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, device)
+
+
 @contextmanager
 def isolated_rng(seed: int) -> Iterator[None]:
     """Seed Python, numpy and torch for the time of the block, then give them their states back.
 
-    What is drawn inside depends on nothing else, so a refit gives the same after a resume and on every rank. The
-    accelerators' generators take part only if they are in use: asking for their state would start them.
+    What is drawn inside depends on nothing else, so a refit gives the same after a resume and on every rank.
     """
-    cuda = torch.cuda.is_initialized()
     # the global generators are the ones that other people's training draws from
-    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())  # noqa: NPY002
-    cuda_states = torch.cuda.get_rng_state_all() if cuda else []
+    states = random_states()
     try:
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         # not torch.manual_seed: it would also seed accelerators that are not started yet, later
         torch.default_generator.manual_seed(seed)
-        if cuda:
+        if states["cuda"]:
             torch.cuda.manual_seed_all(seed)
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        torch.set_rng_state(states[2])
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda_states)
+        restore_random_states(states)
 
 
 @contextmanager
