@@ -89,7 +89,7 @@ class OODScores(Metric):
         """
         if scores.ndim != 1:
             raise ValueError(f"scores must have shape (B,), one per sample, got {tuple(scores.shape)}.")
-        check_labels(labels, len(scores))
+        labels = check_labels(labels, len(scores))
         name = self.ood[0] if ood is None else ood
         if name not in self.ood:
             raise ValueError(f"there is no OOD set {name!r}. Expected one of: {', '.join(self.ood)}.")
@@ -167,7 +167,7 @@ class FeatureRows(Metric):
         Raises:
             ValueError: if rows are NaN or infinite, or the shapes do not fit.
         """
-        check_labels(labels, len(rows))
+        labels = check_labels(labels, len(rows))
         is_id = labels >= 0
         with torch.inference_mode(False):
             rows, labels = rows.detach()[is_id].cpu().clone(), labels[is_id].cpu().clone()

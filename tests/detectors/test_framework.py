@@ -11,7 +11,7 @@ from pytorch_ood.utils import GridSearch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
-from rmd_plugin import RMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis
+from rmd_plugin import RMD, FlowLikelihood, Mahalanobis, MarginalMahalanobis, PartialMahalanobis
 
 
 class Blobs(Benchmark):
@@ -53,6 +53,19 @@ def test_only_the_import_changes_in_a_users_script():
     for mine, their in zip(ours, theirs, strict=True):
         assert mine["Dataset"] == their["Dataset"]
         assert mine["AUROC"] == pytest.approx(their["AUROC"], abs=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32, torch.uint8, torch.bool])
+def test_labels_of_any_type_that_holds_integers_give_the_same_fit(dtype):
+    z, y, x = make_blobs(num_classes=2)
+    for make in (RMD, Mahalanobis, lambda: FlowLikelihood(max_epochs=1, progress=False)):
+        expected = make().fit_features(z, y).predict_features(x)
+        assert torch.equal(make().fit_features(z, y.to(dtype)).predict_features(x), expected)
+        if not dtype.is_floating_point:
+            continue
+        marked = y.to(dtype).index_fill(0, torch.arange(5), -1.0)  # OOD
+        expected = make().fit_features(z[5:], y[5:]).predict_features(x)
+        torch.testing.assert_close(make().fit_features(z, marked).predict_features(x), expected)
 
 
 def test_first_positional_argument_is_the_encoder():
