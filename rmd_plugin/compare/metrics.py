@@ -9,11 +9,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pytorch_ood.metrics.functional import aupr, auroc, fpr_at_tpr
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -21,8 +21,14 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from rmd_plugin.compare.rows import AUROC, FPR95
 from rmd_plugin.encoding.features import check_labels
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 #: the metrics, named as the framework names them
 METRICS = (AUROC, "AUPR-IN", "AUPR-OUT", FPR95)
+
+_MARKERS = "osD^vP*X<>"
 
 #: name under which the average over the OOD sets is reported
 MEAN = "mean"
@@ -70,6 +76,8 @@ class OODScores(Metric):
 
     full_state_update: bool = False
     is_differentiable: bool = False
+    plot_lower_bound: float = 0.0
+    plot_upper_bound: float = 1.0
     scores: list[Tensor]
     groups: list[Tensor]
 
@@ -89,7 +97,7 @@ class OODScores(Metric):
         """
         if scores.ndim != 1:
             raise ValueError(f"scores must have shape (B,), one per sample, got {tuple(scores.shape)}.")
-        check_labels(labels, len(scores))
+        labels = check_labels(labels, len(scores))
         name = self.ood[0] if ood is None else ood
         if name not in self.ood:
             raise ValueError(f"there is no OOD set {name!r}. Expected one of: {', '.join(self.ood)}.")
@@ -127,6 +135,58 @@ class OODScores(Metric):
         with self.sync_context(dist_sync_fn=self.dist_sync_fn):
             return self._split()
 
+    def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
+        """Add the scores that another :class:`OODScores` of the same OOD sets has seen.
+
+        Args:
+            incoming_state: the metric, or a dict with its states ``scores`` and ``groups``, as lists or tensors.
+        """
+        if isinstance(incoming_state, OODScores):
+            if incoming_state.ood != self.ood:
+                mine, theirs = ", ".join(self.ood), ", ".join(incoming_state.ood)
+                raise ValueError(f"the scores are of the OOD sets {mine}, but those to merge are of {theirs}.")
+            count, incoming_state = incoming_state.update_count, incoming_state.metric_state
+        elif isinstance(incoming_state, dict):
+            count = 1
+        else:
+            raise ValueError(f"expected an OODScores, or a dict with its states, got {type(incoming_state).__name__}.")
+        if not {"scores", "groups"} <= incoming_state.keys():
+            raise ValueError(f"expected the states scores and groups, got {', '.join(incoming_state) or 'none'}.")
+        if len(incoming_state["scores"]):
+            # torchmetrics' own leaves the count and a computed value as they were
+            self.scores.append(dim_zero_cat(incoming_state["scores"]).to(self.device, torch.float64, copy=True))
+            self.groups.append(dim_zero_cat(incoming_state["groups"]).to(self.device, torch.long, copy=True))
+            self._update_count += count
+            self._computed = None
+
+    def plot(
+        self, val: dict[str, Tensor] | Sequence[dict[str, Tensor]] | None = None, ax: Axes | None = None
+    ) -> tuple[Figure | None, Axes]:
+        """Plot the metrics of each OOD set.
+
+        Args:
+            val: what :meth:`compute` or a forward pass gave, or a sequence of it, whose steps become the horizontal
+                axis. By default what has been collected.
+            ax: axes to draw in; by default those of a new figure.
+
+        Returns:
+            The figure (None if axes were given) and the axes.
+        """
+        already = len(ax.lines) if ax is not None else 0
+        figure: Figure | None
+        figure, axes = cast("tuple[Figure, Axes]", self._plot(val, ax))
+        # torchmetrics' colours come again after ten lines: a colour for each metric, a marker for each set
+        names = [str(line.get_label()).rpartition("/") for line in axes.lines[already:]]
+        metrics, sets = (list(dict.fromkeys(name[part] for name in names)) for part in (2, 0))
+        for line, name in zip(axes.lines[already:], names, strict=True):
+            line.set(color=f"C{metrics.index(name[2])}", marker=_MARKERS[sets.index(name[0]) % len(_MARKERS)])
+        axes.set_title("ID samples against each OOD set")
+        axes.set_ylabel("value")
+        axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))  # beside: four names for each set
+        if figure is not None:
+            figure.set_layout_engine("constrained")
+        return figure, axes
+
     def _split(self) -> tuple[Tensor, dict[str, Tensor]]:
         if not len(self.scores):
             return torch.zeros(0, dtype=torch.float64, device=self.device), {}
@@ -142,6 +202,10 @@ class OODScores(Metric):
             self.scores = [torch.zeros(0, dtype=torch.float64, device=self.device)]
             self.groups = [torch.zeros(0, dtype=torch.long, device=self.device)]
         super()._sync_dist(dist_sync_fn, process_group=process_group)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
+        # another device, but never another dtype: ranks would be lost, and groups are integers
+        return super()._apply(lambda t: t.to(fn(t.new_empty(0)).device), exclude_state)
 
 
 class FeatureRows(Metric):
@@ -167,7 +231,7 @@ class FeatureRows(Metric):
         Raises:
             ValueError: if rows are NaN or infinite, or the shapes do not fit.
         """
-        check_labels(labels, len(rows))
+        labels = check_labels(labels, len(rows))
         is_id = labels >= 0
         with torch.inference_mode(False):
             rows, labels = rows.detach()[is_id].cpu().clone(), labels[is_id].cpu().clone()

@@ -40,14 +40,14 @@ def fit_linear_probe(
         ValueError: if there is no ID sample, or features are not finite.
     """
     check_features(features, None)
-    check_labels(labels, len(features))
+    labels = check_labels(labels, len(features))
     is_id = labels >= 0
     if not bool(is_id.any()):
         raise ValueError("there is no ID sample (label >= 0) to fit a linear probe on.")
     # inference mode and no_grad may be on where this is called
     with torch.inference_mode(False), torch.enable_grad():
         z = features.detach()[is_id] if not bool(is_id.all()) else features.detach()
-        y = labels[is_id].to(z.device, torch.long)
+        y = labels[is_id].to(z.device)
         classes = int(y.max()) + 1 if num_classes is None else num_classes
         exact = z.numel() * classes <= _FLOAT64_SIZE and z.device.type != "mps"
         z = z.to(torch.float64 if exact else torch.float32, copy=True)

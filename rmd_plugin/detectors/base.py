@@ -119,7 +119,7 @@ class StatefulDetector(FeaturesDetector):
 
         Args:
             z: features of shape (N, D), or maps of shape (N, C, H, W), which are averaged over space.
-            y: integer class labels of shape (N,). Samples with y < 0 are skipped.
+            y: class labels of shape (N,), integers of any type. Samples with y < 0 are skipped.
 
         Raises:
             TypeError: if features or labels have the wrong dtype.

@@ -5,7 +5,8 @@ fitted from :class:`rmd_plugin.Moments`, so a fit streams over the data once and
 
 Distances are those of the paper, with covariances divided by N, the number of training samples. pytorch-ood does not
 divide, so a threshold of its detectors has to be scaled: ``N * threshold`` for its RMD, ``2 * N * threshold`` for its
-Mahalanobis, which halves the distance as well. Rankings, and so AUROC, AUPR and FPR95, are the same.
+Mahalanobis, which halves the distance as well. Rankings, and so AUROC, AUPR and FPR95, are the same. The attributes of
+its detectors (``mu``, ``cov``, ``precision``, ...) are there too, see :class:`.gaussian_attributes.GaussianAttributes`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pytorch_ood.api import DetectorInfo, Paper, Task
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from rmd_plugin.detectors.base import Encoder, StatefulDetector, check_integer, check_shrinkage
+from rmd_plugin.detectors.base import Encoder, check_integer, check_shrinkage
 from rmd_plugin.detectors.class_moments import ClassMoments
 from rmd_plugin.detectors.files import TensorSpec
 from rmd_plugin.detectors.gaussian import (
@@ -30,6 +31,7 @@ from rmd_plugin.detectors.gaussian import (
     fit_partial,
     fit_relative,
 )
+from rmd_plugin.detectors.gaussian_attributes import GaussianAttributes
 from rmd_plugin.detectors.moments import Moments
 
 _TASKS = frozenset({Task.CLASSIFICATION})
@@ -53,7 +55,7 @@ _PMD_PAPER = Paper(
 )
 
 
-class GaussianDetector(StatefulDetector):
+class GaussianDetector(GaussianAttributes):
     """Base class of the detectors that are fitted from class moments.
 
     Args:
@@ -112,7 +114,9 @@ class GaussianDetector(StatefulDetector):
             raise ValueError("covariance='tied' needs the whole second moment, but only its diagonal was collected.")
         with torch.inference_mode(False), torch.no_grad():
             self._warn_missing_classes(moments.counts)
-            return self._set_fitted(self._fit_parameters(moments), moments.num_classes, moments.num_features)
+            self._set_fitted(self._fit_parameters(moments), moments.num_classes, moments.num_features)
+            self._moments = moments
+            return self
 
     def new_moments(self, num_classes: int | None = None, **kwargs: Any) -> ClassMoments:
         """An empty accumulator with this detector's options (and torchmetrics'), to ``compute()`` and fit on."""

@@ -297,10 +297,9 @@ class BatchEncoder:
             return None
         try:
             labels = torch.as_tensor(labels)
-            check_labels(labels, len(labels))
+            return check_labels(labels, len(labels))
         except (TypeError, ValueError) as error:
             raise EncodingError(f"{error} Pass labels=, which takes them from the batch.") from error
-        return labels
 
 
 def _find_layer(module: nn.Module, name: str) -> nn.Module:

@@ -50,12 +50,21 @@ def check_features(z: Tensor, num_features: int | None) -> None:
         raise ValueError(f"features must have shape (B, {num_features}), got {tuple(z.shape)}. {remedy}")
 
 
-def check_labels(y: Tensor, num_samples: int) -> None:
-    """Refuse labels that are not one integer for each of ``num_samples`` samples."""
-    if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex():
-        raise TypeError(f"labels must be an integer tensor, {_found(y, 'y', 'long')}")
+def check_labels(y: Tensor, num_samples: int) -> Tensor:
+    """Labels as int64; refuse those that are not one integer for each of ``num_samples`` samples.
+
+    Floating-point labels are accepted where every one is integral, as pytorch-ood accepts them.
+    """
+    kinds = "labels must be integers (of an integer type, or integral floating-point numbers)"
+    if not isinstance(y, Tensor) or y.is_complex():
+        raise TypeError(f"{kinds}, {_found(y, 'y', 'long')}")
     if y.shape != (num_samples,):
         raise ValueError(f"labels must have shape ({num_samples},), one per sample, got {tuple(y.shape)}.")
+    labels = y.long()
+    if y.is_floating_point() and not torch.equal(y, labels.to(y.dtype)):
+        wrong = y[y != labels.to(y.dtype)][0].item()
+        raise TypeError(f"{kinds}, got {y.dtype} with the value {wrong:g}. Are these the targets of a regression?")
+    return labels
 
 
 def _found(value: object, name: str, method: str) -> str:

@@ -1,4 +1,6 @@
 import math
+import pickle
+from copy import deepcopy
 
 import numpy as np
 import oracle
@@ -6,7 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib import pyplot
+from matplotlib.figure import Figure
 from sklearn.metrics import auc, precision_recall_curve, roc_auc_score
+from torchmetrics import MetricCollection
 
 from rmd_plugin.compare.metrics import METRICS, FeatureRows, OODScores, compare_scores
 
@@ -95,6 +100,134 @@ def test_updates_in_inference_mode_can_be_continued_outside():
     assert float(metric.compute()["ood/AUROC"]) == float(expected["AUROC"])
     metric.reset()
     assert metric.gather()[1] == {}
+
+
+def two_halves():
+    """Metrics that have seen one half of the scores each, and one that has seen both."""
+    scores, labels = make_scores()
+    first, second, whole = OODScores(), OODScores(), OODScores()
+    for metric, part in ((first, slice(0, 70)), (second, slice(70, None)), (whole, slice(None))):
+        metric.update(scores[part], labels[part])
+    return first, second, whole
+
+
+@pytest.mark.parametrize("kind", ["metric", "lists", "tensors"])
+@pytest.mark.parametrize("options", [{}, {"dist_sync_on_step": True}])
+def test_what_another_metric_has_seen_can_be_merged(kind, options):
+    first, second, whole = two_halves()
+    merged = OODScores(**options)
+    for part in (first, second):
+        merged.merge_state(
+            {
+                "metric": part,
+                "lists": part.metric_state,
+                "tensors": {name: torch.cat(state).to(torch.float32) for name, state in part.metric_state.items()},
+            }[kind]
+        )
+        computed = merged.compute() if part is second else None  # a value of the first half must not stay
+    assert merged.update_count == 2
+    assert computed == whole.compute()
+    assert [state.dtype for state in (merged.scores[0], merged.groups[0])] == [torch.float64, torch.long]
+    first.compute()
+    first.merge_state(second)
+    assert first.compute() == whole.compute()
+    first.merge_state(OODScores())
+    assert first.compute() == whole.compute()
+    second.reset()
+    assert first.compute() == whole.compute()
+
+
+def test_what_does_not_fit_is_not_merged():
+    metric = OODScores(["near"])
+    with pytest.raises(ValueError, match="sets near, but those to merge are of far, near"):
+        metric.merge_state(OODScores(["far", "near"]))
+    with pytest.raises(ValueError, match="expected an OODScores, or a dict with its states, got FeatureRows"):
+        metric.merge_state(FeatureRows())
+    with pytest.raises(ValueError, match="expected the states scores and groups, got scores"):
+        metric.merge_state({"scores": []})
+
+
+def test_a_forward_pass_gives_the_value_of_its_batch_and_keeps_all():
+    scores, labels = make_scores()
+    order = torch.randperm(len(scores))
+    metric = OODScores()
+    for part in order.split(50):
+        batch = OODScores()
+        batch.update(scores[part], labels[part])
+        assert metric(scores[part], labels[part]) == batch.compute()
+    whole = OODScores()
+    whole.update(scores, labels)
+    assert metric.compute() == whole.compute()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_change_of_dtype_loses_no_digit_of_the_scores(dtype):
+    _, _, whole = two_halves()
+    moved = whole.clone().set_dtype(dtype)
+    torch.nn.ModuleList([moved]).to(dtype)
+    assert torch.equal(moved.scores[0], whole.scores[0])
+    assert [state.dtype for state in (moved.scores[0], moved.groups[0])] == [torch.float64, torch.long]
+
+
+@pytest.mark.parametrize("copy", [OODScores.clone, deepcopy, lambda metric: pickle.loads(pickle.dumps(metric))])
+def test_a_copy_goes_its_own_way(copy):
+    first, _, whole = two_halves()
+    twin, value = copy(whole), whole.compute()
+    assert twin.ood == whole.ood
+    assert twin.compute() == value
+    twin.merge_state(first)
+    assert twin.compute() != value
+    assert whole.compute() == value
+    assert hash(whole) != hash(twin)
+
+
+def test_states_are_saved_only_if_they_are_made_persistent():
+    _, _, whole = two_halves()
+    assert whole.state_dict() == {}
+    whole.persistent(True)
+    loaded = OODScores()
+    loaded.persistent(True)
+    loaded.load_state_dict(whole.state_dict())
+    with pytest.warns(UserWarning, match="before the ``update`` method"):  # torchmetrics does not save the count
+        assert loaded.compute() == whole.compute()
+
+
+def test_a_metric_without_data_warns_and_says_what_is_missing():
+    metric = OODScores()
+    with pytest.warns(UserWarning, match="before the ``update`` method"), pytest.raises(ValueError, match="0 OOD"):
+        metric.compute()
+
+
+def test_a_collection_names_the_values_of_each_detector():
+    scores, labels = make_scores()
+    collection = MetricCollection({"rmd": OODScores(["svhn"]), "md": OODScores(["svhn"])}, prefix="val/")
+    collection.update(scores, labels)
+    values = collection.compute()
+    assert len(values) == 16
+    assert float(values["val/rmd_svhn/AUROC"]) == float(values["val/md_svhn/AUROC"])
+    collection.reset()
+    assert collection(scores, labels) == values
+
+
+def test_a_plot_shows_the_values_and_a_sequence_of_them_over_steps():
+    first, _, whole = two_halves()
+    figure, axes = whole.plot()
+    assert axes.get_figure() is figure
+    assert axes.get_title()
+    names = {text.get_text() for text in axes.get_legend().get_texts()}
+    assert names == set(whole.compute())
+    drawn = {line.get_label(): line.get_ydata() for line in axes.lines}
+    assert {name: float(drawn[name][0]) for name in names} == {k: float(v) for k, v in whole.compute().items()}
+    assert axes.get_ylim()[0] < 0
+    assert axes.get_ylim()[1] > 1
+    values = [first.compute(), whole.compute()]
+    own = Figure().subplots()
+    assert whole.plot(values, ax=own) == (None, own)
+    assert own.get_xlabel() == "Step"
+    line = next(line for line in own.lines if line.get_label() == "ood/AUROC")
+    assert line.get_ydata().tolist() == [float(value["ood/AUROC"]) for value in values]
+    assert len({(line.get_color(), line.get_marker()) for line in own.lines}) == len(whole.compute())
+    pyplot.close(figure)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_wrong_width_rank_and_dtype(blobs):
         (torch.zeros(4, 3).int(), torch.zeros(4).long(), "got torch.int32. Convert it with z.float()."),
         (torch.zeros(4, 3), np.zeros(4, dtype=int), "got ndarray. Convert it with torch.from_numpy(y).long()."),
         (torch.zeros(4, 3), [0, 0, 1, 1], "got list. Convert it with torch.tensor(y).long()."),
-        (torch.zeros(4, 3), torch.zeros(4), "got torch.float32. Convert it with y.long()."),
+        (torch.zeros(4, 3), torch.zeros(4).cfloat(), "got torch.complex64. Convert it with y.long()."),
     ],
 )
 def test_what_is_no_tensor_is_told_how_to_become_one(z, y, remedy):
@@ -143,8 +143,9 @@ def test_classes_that_never_occur_are_never_nearest(blobs):
 
 def test_malformed_labels_in_fit_features(blobs):
     z, y, _ = blobs
-    with pytest.raises(TypeError, match=r"labels must be an integer tensor, got torch\.float64"):
-        RMD().fit_features(z, y.double())
+    for wrong in (0.5, torch.nan, torch.inf):
+        with pytest.raises(TypeError, match=rf"labels must be integers.*got torch\.float64 with the value {wrong}"):
+            RMD().fit_features(z, y.double().index_fill(0, torch.tensor([7]), wrong))
     with pytest.raises(ValueError, match="one per sample"):
         RMD().fit_features(z, y[:-1])
 

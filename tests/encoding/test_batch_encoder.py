@@ -207,7 +207,7 @@ def test_batches_without_labels_are_encoded_too(net):
     ("batch", "message"),
     [
         ((torch.zeros(2, 6), torch.zeros(2).long(), 0), "tuple of length 3.*forward=.*labels="),
-        ((torch.zeros(2, 6), torch.zeros(2)), "labels must be an integer tensor.*Pass labels="),
+        ((torch.zeros(2, 6), torch.full((2,), 0.5)), "labels must be integers.*Pass labels="),
         ((torch.zeros(2, 6), torch.zeros(2, 3).long()), "one per sample.*Pass labels="),
     ],
 )

@@ -4,6 +4,7 @@ Both start from the Gaussian fit. In coordinates u in which every class has unit
 u - c_k and begins as the identity, so p_k begins as the Gaussian of the Mahalanobis distance. The background flow acts
 on v = L^-1 u, where L L^T is the background covariance in these coordinates, so p_0 begins as the Gaussian of MD_0.
 Training can only improve on that: each flow keeps the epoch with the best held-out likelihood, the start included.
+Flows of several transforms are trained from another start as well.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class FlowDetector(StatefulDetector):
     Args:
         encoder: maps inputs to features of shape (B, D), or to maps (B, C, H, W), which are averaged over space. May be
             None where only the feature methods are used.
-        transforms: autoregressive transforms of a flow; the paper has one.
+        transforms: autoregressive transforms of a flow; the paper has one. Several are trained twice, from the Gaussian
+            and from nflows' own random start, and the better held-out likelihood is kept.
         hidden_features: width of the masked networks. None takes as many as there are features, within 64 and 128.
         num_blocks: residual blocks of the masked networks.
         kind: ``"maf"``, affine as in the paper, or ``"rqs"``, rational-quadratic splines: more flexible and several

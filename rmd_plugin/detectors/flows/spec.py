@@ -83,10 +83,11 @@ class FlowSpec:
         """Where nflows keeps the masked network of a transform: a reversal stands between two transforms."""
         return f"_transform._transforms.{2 * transform}.autoregressive_net."
 
-    def build(self, seed: int = 0) -> Flow:
+    def build(self, seed: int = 0, *, identity: bool = True) -> Flow:
         """A plain nflows flow of this shape that starts as the identity: its density is the standard normal.
 
-        The seed is that of the hidden layers' random start; the global random state is left as it was.
+        The seed is that of the hidden layers' random start; the global random state is left as it was. Without
+        ``identity`` the last layers start at random too, as nflows makes them.
         """
         with torch.random.fork_rng(devices=[]):
             # not torch.manual_seed, which would also seed the accelerators
@@ -100,7 +101,8 @@ class FlowSpec:
         for made in flow.modules():
             if isinstance(made, MADE):
                 _spread_degrees(made, self.features)
-                self._start_at_identity(made)
+                if identity:
+                    self._start_at_identity(made)
         return flow
 
     def _transform(self) -> Transform:
@@ -136,12 +138,12 @@ class FlowSpec:
         flow = self.build()
         return {f"{name[: -len('mask')]}weight": mask for name, mask in flow.named_buffers() if name.endswith(".mask")}
 
-    def stack(self, count: int, seed: int = 0) -> Parameters:
-        """Parameters of ``count`` flows, all at the same start: each tensor has shape (count, ...).
+    def stack(self, count: int, seed: int = 0, *, identity: bool = True) -> Parameters:
+        """Parameters of ``count`` flows, all at the same start, see :meth:`build`: each tensor has shape (count, ...).
 
         Weights are zero where the mask is: with masked gradients they stay so, and no step has to apply the mask again.
         """
-        flow, masks = self.build(seed), self.masks()
+        flow, masks = self.build(seed, identity=identity), self.masks()
         stacked = {}
         for name, value in flow.named_parameters():
             start = value.detach() * masks[name] if name in masks else value.detach()
