@@ -57,8 +57,8 @@ class OODMonitor(pl.Callback):
             passes of the training epoch, at no cost, but of weights that were still changing, and in training mode.
         fit_loader: what to fit on. By default ``fit_dataloader()`` of the datamodule or module if there is one, else
             the training set, unshuffled, with its augmentation.
-        limit_fit_batches: batches per process (int) or fraction (float) of the fit loader, spread over the set. By
-            default the trainer's ``limit_train_batches``.
+        limit_fit_batches: batches per process (int) or fraction (float) of the fit loader, drawn from all over
+            the set. By default the trainer's ``limit_train_batches``.
         limit_ood_batches: the same for ``ood``. By default the trainer's ``limit_val_batches``.
         every_n_epochs: refit and score at the validations of every n-th epoch. In between, monitoring callbacks see
             the last values; loggers get none.

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from rmd_plugin import RMD, Mahalanobis
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.callback import OODMonitor, OODMonitorWarning
+from rmd_plugin.monitor.sharding import shard
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
 
@@ -64,8 +65,8 @@ def test_a_fast_dev_run_fits_on_one_batch(monkeypatch):
 def test_limited_validation_scores_what_was_validated():
     monitor = monitored()
     _, module = fit(monitor, limit_val_batches=1)
-    spread = [i * len(OOD[1]) // 16 for i in range(16)]
-    expected = auroc_of(module, val=first(VAL, 16), ood=(OOD[0][spread], OOD[1][spread]))
+    ((rows,),) = shard(loader((torch.arange(len(OOD[1])),)), limit=1).batches
+    expected = auroc_of(module, val=first(VAL, 16), ood=(OOD[0][rows], OOD[1][rows]))
     assert values(monitor)["rmd", "svhn"] == pytest.approx(expected, abs=1e-12)
     monitor = monitored(limit_ood_batches=1.0)
     _, module = fit(monitor, limit_val_batches=1)
