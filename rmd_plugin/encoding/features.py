@@ -15,6 +15,11 @@ def pool_features(z: Tensor) -> Tensor:
     if z.ndim == 2:
         return z
     if z.ndim == 4:
+        if z.shape[1] == z.shape[2] != z.shape[3]:
+            raise ValueError(
+                f"features of shape {tuple(z.shape)} look like maps (B, H, W, C), but expected are (B, D), or maps "
+                "(B, C, H, W) to be averaged over space. Average or permute them in the encoder."
+            )
         return z.mean(dim=(2, 3))
     raise ValueError(
         f"features must have shape (B, D), or (B, C, H, W) to be averaged over space, got {tuple(z.shape)}. "

@@ -46,7 +46,8 @@ class OODMonitor(pl.Callback):
             module offers, the weights of the head, the number of classes, or the module itself for detectors on
             inputs. Or a function that makes a detector from the LightningModule, called before each refit.
         head: dotted name of the classification layer, whose input is the features and whose output is the logits. By
-            default the last ``nn.Linear`` that fires.
+            default the ``nn.Linear`` whose output the network returns. Of tokens or maps, the features are the position
+            that is classified, or the mean, whichever gives the network's logits.
         ood: loaders of OOD data by name; their labels are ignored. By default ``ood_dataloaders()`` of the datamodule,
             if it has that method.
         encoder: the other way to the features, see :class:`rmd_plugin.encoding.batch_encoder.BatchEncoder`.

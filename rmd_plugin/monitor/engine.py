@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_info
+from torch import Tensor
 
 from rmd_plugin.compare.adapters import Representation
 from rmd_plugin.encoding.batch_encoder import BatchEncoder
@@ -26,6 +27,10 @@ from rmd_plugin.monitor.trainer_access import DataSource, running_loaders
 
 if TYPE_CHECKING:
     from rmd_plugin.monitor.callback import OODMonitor
+
+
+#: encoded batches and the positions of their samples in the set
+Encodings = Generator[tuple[Encoded, Tensor], None, None]
 
 
 class OODMonitorWarning(UserWarning):
@@ -105,9 +110,10 @@ class Engine:
 
     def _heard(self, batch: Any) -> Encoded | None:
         encoded = self.encoder.take(batch)
-        if self.monitor.head is None and self.encoder.head is not None:
-            self.monitor.head = self.encoder.head
-            rank_zero_info(f"OODMonitor: the head is {self.encoder.head!r}, the last nn.Linear that fired.")
+        taken, self.monitor.head = self.encoder.taken, self.monitor.head or self.encoder.head
+        if taken and taken not in self._told:
+            self._told.add(taken)
+            rank_zero_info(f"OODMonitor: {taken}.")
         return encoded
 
     # -- fitting --------------------------------------------------------------------------------------------------
@@ -122,10 +128,12 @@ class Engine:
         """Add what was heard of a training batch to the stream."""
         encoded = self._heard(batch)
         if encoded is None:
-            raise EncodingError(
+            raise self.encoder.problem or EncodingError(
                 f"{self.monitor.head or 'nn.Linear'} took no part in the training step, so there is nothing to stream "
-                "from. Name the classification layer with head=, or use refit='pass'."
+                "from. Name the classification layer with head=, or use refit='pass' (as well for a network that was "
+                "compiled and run before)."
             )
+        self.encoder.check_width(encoded)
         self.stream.add(trainer, self.roster.adapters, encoded)
 
     def refit(self, trainer: pl.Trainer, module: pl.LightningModule, names: list[str]) -> list[str]:
@@ -139,7 +147,7 @@ class Engine:
         # a stream may have had no training batch since the last time
         refit = (self.stream.refit if streaming else None) or Refit(adapters, module.device)
         if not streaming and refit.groups:
-            refit.feed(data.batches())
+            refit.feed(self._checked(data.batches()))
         outcomes = refit.finish(adapters, trainer, data, self.monitor.seed)
         if trainer.check_val_every_n_epoch is None:
             self.stream.refit = None
@@ -148,6 +156,12 @@ class Engine:
         for problem in self.roster.note(outcomes, epoch=trainer.current_epoch, step=trainer.global_step):
             self.complain(problem)
         return [name for name, outcome in outcomes.items() if outcome.failed]
+
+    def _checked(self, batches: Encodings) -> Encodings:
+        with closing(batches):
+            for encoded, positions in batches:
+                self.encoder.check_width(encoded)
+                yield encoded, positions
 
     def _fit_data(self, trainer: pl.Trainer) -> DataSource:
         given = self.monitor
