@@ -100,39 +100,34 @@ class BatchEncoder:
         """Whether the features are the input of the head, rather than the output of an encoder."""
         return self._encode is None and self._encoder_layer is None
 
-    def attach(self) -> Self:
-        """Put the hooks in place. They record nothing until :meth:`start`."""
-        if self._handles:
-            return self
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Listen to the forward passes from now on, until :meth:`take` or :meth:`stop`."""
+        self.stop()
         record = self._recorder  # always the same one: compiled code has it inside
-        record.copies = self.head is not None or not self.by_head
+        record.start(copies=self.head is not None or not self.by_head)
         heads = self._heads() if self.by_head else {}
-        around = dict.fromkeys(parent for name in heads for parent in parents(name)) if self.by_head else {"": None}
+        around = {parent for name in heads for parent in parents(name)} if self.by_head else {""}
         if self._encoder_layer is not None:
             self._handles.append(self._encoder_layer.register_forward_hook(record.encoder))
         for name, layer in heads.items():
             self._handles.append(layer.register_forward_hook(partial(record.layer, name), with_kwargs=True))
-        for name in () if self._alone else around.keys() - heads:
+        for name in () if self._alone else around - heads.keys():
             hook = partial(record.around, name)
             self._handles.append(self.module.get_submodule(name).register_forward_hook(hook))
-        return self
 
-    def detach(self) -> None:
-        """Take the hooks away."""
+    def stop(self) -> list[Call]:
+        """Take the hooks away; what they have heard is forgotten."""
+        # hooks are in place only while we listen: torch.compile would take them for a part of the training
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._recorder.stop()
-
-    def __enter__(self) -> Self:
-        return self.attach()
-
-    def __exit__(self, *exception: object) -> None:
-        self.detach()
-
-    def start(self) -> None:
-        """Listen to the forward passes from now on."""
-        self._recorder.start()
+        return self._recorder.stop()
 
     def take(self, batch: Any) -> Encoded | None:
         """What the forward pass since :meth:`start` said about ``batch``, or None if it did not come by.
@@ -140,7 +135,7 @@ class BatchEncoder:
         If the layer fired several times, the last call with as many samples as there are labels counts.
         """
         labels, self.problem = self.labels_of(batch), None
-        calls = self._recorder.stop()
+        calls = self.stop()
         if self.by_head:
             return self._take_head(calls, labels, batch)
         features = [call.features for call in calls if call.features is not None]
@@ -183,9 +178,6 @@ class BatchEncoder:
         if head != self.head or not found.alone:
             self.taken = f"the head is {head!r}, {self.module.get_submodule(head)}; the features are {found.where}"
         self.head, self._found, self._alone = head, True, found.alone
-        # from now on fewer layers need hooks
-        self.detach()
-        self.attach()
 
     # -- running the module -------------------------------------------------------------------------------------------
 
@@ -195,8 +187,6 @@ class BatchEncoder:
         Raises:
             EncodingError: if the head did not take part in the forward pass, or the batch is of another kind.
         """
-        attached = bool(self._handles)
-        self.attach()
         try:
             with evaluating(self.module), torch.no_grad(), eagerly():
                 self.start()
@@ -204,9 +194,7 @@ class BatchEncoder:
                     self.run(batch)
                 encoded = self.take(batch)
         finally:
-            self._recorder.stop()
-            if not attached:
-                self.detach()
+            self.stop()
         if encoded is None:
             layer = self.head or self._encoder_name or "any nn.Linear"
             raise self.problem or EncodingError(
@@ -277,8 +265,8 @@ class BatchEncoder:
         largest, width = int(encoded.labels.max()), encoded.logits.shape[1]
         if largest >= max(width, 2):  # one output tells two classes apart
             raise EncodingError(
-                f"{self.head} gives {width} logits, but there is a sample of class {largest}, so something else "
-                f"classifies these samples. Name the classification layer with head=, or pass encoder=. {candidates(self._layers)}"
+                f"{self.head} gives {width} logits, but there is a sample of class {largest}: another layer classifies "
+                f"them. Name the classification layer with head=, or pass encoder=. {candidates(self._layers)}"
             )
 
     def labels_of(self, batch: Any) -> Tensor | None:

@@ -23,15 +23,16 @@ class Recorder:
     """The forward hooks. A copied or pickled module carries an idle recorder of its own."""
 
     def __init__(self) -> None:
-        self.armed = False
-        #: whether to copy all that is heard, so that the module cannot work in place on it, or only what has shape (B, D)
-        #: and (B, K): tokens of all layers would fill the memory
-        self.copies = True
+        self.armed = self.copies = False
         self.calls: list[Call] = []
 
-    def start(self) -> None:
-        """Listen from now on."""
-        self.armed, self.calls = True, []
+    def start(self, *, copies: bool) -> None:
+        """Listen from now on.
+
+        Copy all that is heard, so that the module cannot work in place on it, or only what has the shape (B, D) or
+        (B, K): the tokens of all layers would fill the memory.
+        """
+        self.armed, self.copies, self.calls = True, copies, []
 
     def stop(self) -> list[Call]:
         """What was heard since the start, in the order in which the calls ended."""

@@ -67,7 +67,7 @@ class Engine:
         return BatchEncoder(module, given.head, encoder=given.encoder, forward=given.forward, labels=given.labels)
 
     def attach(self, module: pl.LightningModule) -> None:
-        """Build the detectors and put the hooks in place."""
+        """Build the detectors and get ready to listen."""
         if self._encoder is not None:
             return
         encoder = self.new_encoder(module)
@@ -85,12 +85,12 @@ class Engine:
                 "Use refit='pass', or name a layer with head= or encoder=."
             )
         encoder.logits = any(Representation.LOGITS in (x.fitted_on, x.scored_on) for x in adapters.values())
-        self._encoder = encoder.attach()
+        self._encoder = encoder
 
     def detach(self) -> None:
-        """Take the hooks away."""
+        """Stop listening."""
         if self._encoder is not None:
-            self._encoder.detach()
+            self._encoder.stop()
         self._encoder = self._evaluation = self.stream.refit = None
 
     def _build(self, module: pl.LightningModule, encoder: BatchEncoder, names: list[str] | None = None) -> None:

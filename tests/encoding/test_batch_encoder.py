@@ -76,7 +76,9 @@ def test_the_heads_input_is_the_features_and_its_output_the_logits(net, batch):
 def test_without_a_name_the_head_is_the_layer_whose_output_is_returned(net, batch):
     with BatchEncoder(net) as encode:
         encoded = encode(batch)
-        assert sum(len(layer._forward_hooks) for layer in net.modules()) == 1  # the others are gone
+        assert not any(layer._forward_hooks for layer in net.modules())
+        encode.start()
+        assert sum(len(layer._forward_hooks) for layer in net.modules()) == 1  # more are not needed from now on
     assert encode.head == "fc"
     assert encode.taken.startswith(
         "the head is 'fc', Linear(in_features=8, out_features=3, bias=True); the features are"
