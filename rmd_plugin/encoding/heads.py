@@ -157,13 +157,12 @@ def parents(name: str) -> list[str]:
 
 
 def _returned(last: Mapping[str, tuple[int, Call]], size: int) -> list[Tensor]:
-    """What the outermost modules that gave anything of shape (B, K) gave."""
+    """What the outermost of the modules that gave anything of shape (B, K) gave."""
     levels: dict[int, list[Tensor]] = {}
     for name, (number, call) in last.items():
         # what is around a layer ends later
         level = sum(1 for parent in parents(name) if parent in last and last[parent][0] > number)
-        if call.features is None or level == 0:  # a layer in the middle of others is no end
-            levels.setdefault(level, []).extend(z for z in call.outputs if z.ndim == 2 and len(z) == size)
+        levels.setdefault(level, []).extend(z for z in call.outputs if z.ndim == 2 and len(z) == size)
     return next((levels[level] for level in sorted(levels) if levels[level]), [])
 
 

@@ -52,7 +52,8 @@ class Recorder:
     def around(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Note the output of a module, as far as it may be logits."""
         if self.armed:
-            found = (z.flatten(1) for z in _tensors(output) if z.ndim > 1 and z.shape[2:].numel() == 1)
+            # a single output of each sample may be without its dimension
+            found = (z.reshape(len(z), -1) for z in _tensors(output) if z.ndim and z.shape[2:].numel() == 1)
             self.calls.append(Call(name, None, tuple(map(self._kept, found))))
 
     def encoder(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
