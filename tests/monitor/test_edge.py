@@ -290,3 +290,29 @@ def test_ctrl_c_in_a_fit_that_takes_it_as_its_own_stops_the_training_too():
     finally:
         signal.signal(signal.SIGINT, before)  # Lightning ignores it from here on
     assert monitor.history == []
+
+
+class TwoHeads(Classifier):
+    """Half of the classes have a head of their own, which is run last."""
+
+    def __init__(self):
+        super().__init__()
+        self.model.pair = torch.nn.Linear(16, 2)
+
+    def forward(self, x):
+        z = self.model.features(x)
+        logits = self.model.fc(z)
+        self.model.pair(z)
+        return logits
+
+
+@pytest.mark.parametrize("refit", ["pass", "stream"])
+def test_a_head_with_too_few_outputs_for_the_classes_is_refused(refit):
+    with pytest.raises(EncodingError, match=r"model\.pair gives 2 logits, but there is a sample of class 3.*model\.fc"):
+        fit(monitored(head="model.pair", refit=refit), module=TwoHeads())
+    monitor = monitored(
+        head=None, ood={"svhn": loader((OOD[0], OOD[1] + 99))}, refit=refit
+    )  # labels of OOD data are free
+    fit(monitor, module=TwoHeads())
+    assert monitor.head == "model.fc"
+    assert values(monitor)["rmd", "svhn"] > 0.5
