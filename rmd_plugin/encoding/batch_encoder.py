@@ -294,7 +294,8 @@ def _find_layer(module: nn.Module, name: str) -> nn.Module:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    forward = type(getattr(module, "_orig_mod", module)).forward  # the module that torch.compile has wrapped
+    original: Any = getattr(module, "_orig_mod", module)  # torch.compile has wrapped it
+    forward = type(original).forward
     # torch leaves forward unimplemented, and Lightning's base class only passes that on
     return forward is not nn.Module.forward and not forward.__module__.startswith(("pytorch_lightning.", "lightning."))
 
