@@ -6,12 +6,10 @@ every detector and the module needs no change. Knows no detector and no Lightnin
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,58 +17,9 @@ from typing_extensions import Self
 
 from rmd_plugin.encoding.batches import Encoded, EncodingError, batch_inputs, batch_labels
 from rmd_plugin.encoding.features import check_labels, pool_features, widened
+from rmd_plugin.encoding.heads import Located, candidates, choose_head, inner_head, is_linear, locate, parents
 from rmd_plugin.encoding.isolation import evaluating
-
-_log = logging.getLogger(__name__)
-
-
-class _Call(NamedTuple):
-    """One call of the head, whose output is the logits, or of an encoder, which has none."""
-
-    name: str
-    features: Tensor
-    logits: Tensor | None = None
-
-
-class _Recorder:
-    """The forward hooks. A copied or pickled module carries an idle recorder of its own."""
-
-    def __init__(self) -> None:
-        self.armed = False
-        self.calls: list[_Call] = []
-        self.outputs: list[Tensor] = []  # of the whole module
-
-    def start(self) -> None:
-        self.armed, self.calls, self.outputs = True, [], []
-
-    def stop(self) -> tuple[list[_Call], list[Tensor]]:
-        heard = self.calls, self.outputs
-        self.armed, self.calls, self.outputs = False, [], []
-        return heard
-
-    def head(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """The input of a classification layer is the features, its output the logits."""
-        if self.armed:
-            features = next((z for z in (*args, *kwargs.values()) if isinstance(z, Tensor)), None)
-            if features is not None:
-                self.calls.append(_Call(name, _copied(features), _logits(output)))
-
-    def encoder(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """The output of an encoder is the features."""
-        if self.armed and isinstance(output, Tensor):
-            self.calls.append(_Call("", _copied(output)))
-
-    def root(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """The output of the whole module is the logits."""
-        logits = _logits(getattr(output, "logits", output)) if self.armed else None
-        if logits is not None:
-            self.outputs.append(logits)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
-        return _Recorder()
-
-    def __reduce__(self) -> tuple[type[_Recorder], tuple[()]]:
-        return _Recorder, ()
+from rmd_plugin.encoding.recorder import Call, Recorder, eagerly
 
 
 class BatchEncoder:
@@ -81,7 +30,9 @@ class BatchEncoder:
 
     Args:
         module: the network. Batches have to be on its device already.
-        head: dotted name of the classification layer. By default the last ``nn.Linear`` that fires.
+        head: dotted name of the classification layer. By default the ``nn.Linear`` whose output the module returns. Its
+            input is the features; of an input with several positions of each sample (tokens, places of a map) it is the
+            position that is classified, or the mean, whichever gives the module's logits.
         encoder: the other way to the features: the name of a submodule (its output is the features) or of a method of
             the module, or any callable; methods and callables get the inputs of the batch.
         forward: ``forward(module, batch)`` runs the module. By default ``module(x)`` for batches (x, y) and
@@ -129,7 +80,12 @@ class BatchEncoder:
             self._resolve_encoder(encoder)
         elif encoder is not None:
             self._encode = encoder
-        self._recorder = _Recorder()
+        #: what was taken for features, in a few words, where there was a choice
+        self.taken = ""
+        #: why :meth:`take` could not tell the features; a pass of our own may tell more than one of somebody else
+        self.problem: EncodingError | None = None
+        self._found = self._alone = False  # whether the features are found, and in the call of the head alone
+        self._recorder = Recorder()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -144,75 +100,84 @@ class BatchEncoder:
         """Whether the features are the input of the head, rather than the output of an encoder."""
         return self._encode is None and self._encoder_layer is None
 
-    def attach(self) -> Self:
-        """Put the hooks in place. They record nothing until :meth:`start`."""
-        if self._handles:
-            return self
-        record = self._recorder
-        if self._encoder_layer is not None:
-            self._handles.append(self._encoder_layer.register_forward_hook(record.encoder))
-        if self._encoder_layer is not None or self._encode is not None:
-            self._handles.append(self.module.register_forward_hook(record.root))
-        else:
-            for name, layer in self._heads():
-                hook = layer.register_forward_hook(partial(record.head, name), with_kwargs=True)
-                self._handles.append(hook)
+    def __enter__(self) -> Self:
         return self
 
-    def detach(self) -> None:
-        """Take the hooks away."""
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Listen to the forward passes from now on, until :meth:`take` or :meth:`stop`."""
+        self.stop()
+        record = self._recorder  # always the same one: compiled code has it inside
+        record.start(copies=self.head is not None or not self.by_head)
+        heads = self._heads() if self.by_head else {}
+        around = {parent for name in heads for parent in parents(name)} if self.by_head else {""}
+        if self._encoder_layer is not None:
+            self._handles.append(self._encoder_layer.register_forward_hook(record.encoder))
+        for name, layer in heads.items():
+            self._handles.append(layer.register_forward_hook(partial(record.layer, name), with_kwargs=True))
+        for name in () if self._alone else around - heads.keys():
+            hook = partial(record.around, name)
+            self._handles.append(self.module.get_submodule(name).register_forward_hook(hook))
+
+    def stop(self) -> list[Call]:
+        """Take the hooks away; what they have heard is forgotten."""
+        # hooks are in place only while we listen: torch.compile would take them for a part of the training
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._recorder.stop()
-
-    def __enter__(self) -> Self:
-        return self.attach()
-
-    def __exit__(self, *exception: object) -> None:
-        self.detach()
-
-    def start(self) -> None:
-        """Listen to the forward passes from now on."""
-        self._recorder.start()
+        return self._recorder.stop()
 
     def take(self, batch: Any) -> Encoded | None:
         """What the forward pass since :meth:`start` said about ``batch``, or None if it did not come by.
 
         If the layer fired several times, the last call with as many samples as there are labels counts.
         """
-        labels = self.labels_of(batch)
-        calls, logits = self._recorder.stop()
+        labels, self.problem = self.labels_of(batch), None
+        calls = self.stop()
         if self.by_head:
             return self._take_head(calls, labels, batch)
-        features = [call.features for call in calls]
+        features = [call.features for call in calls if call.features is not None]
+        logits = [call.outputs[0] for call in calls if call.outputs]
         if self._encode is not None and (logits or not self.logits):
             with evaluating(self._encode), torch.no_grad():
-                features = [_copied(self._encode(batch_inputs(batch)))]
+                features = [self._encode(batch_inputs(batch)).detach().clone()]
         if not features:
             return None
         layer = self._encoder_name or "the encoder"
-        found = _matching(features, labels, layer)
-        logits = [z for z in logits if len(z) == len(found)]
+        found = features[_matching(features, labels, layer)]
+        logits = [widened(z) for z in logits if len(z) == len(found)]
         if self.logits and not logits:
             return None
         return Encoded(_pooled(found, layer), logits[-1] if logits else None, labels, batch)
 
-    def _take_head(self, calls: list[_Call], labels: Tensor | None, batch: Any) -> Encoded | None:
-        if self.head is None:
-            calls = [call for call in calls if call.features.ndim == 2]
-        if not calls:
+    def _take_head(self, calls: list[Call], labels: Tensor | None, batch: Any) -> Encoded | None:
+        head = self.head
+        heard = [(z, name) for name, z, _ in calls if z is not None and head in (None, name)]
+        if not heard:
             return None
-        if self.head is None:
-            self.head = calls[-1].name
-            _log.info("head: %s (%s)", self.head, self.module.get_submodule(self.head))
-            # from now on only this layer needs a hook
-            self.detach()
-            self.attach()
-        calls = [call for call in calls if call.name == self.head]
-        features = _matching([call.features for call in calls], labels, self.head)
-        logits = next(call.logits for call in reversed(calls) if call.features is features)
-        return Encoded(_pooled(features, self.head), logits, labels, batch)
+        given = heard[_matching([z for z, _ in heard], labels, head or heard[-1][1])][0]
+        calls = [call for call in calls if call.features is None or len(call.features) == len(given)]
+        try:
+            if head is None:
+                head = choose_head(calls, len(given), self._layers)
+            elif given.ndim != 2 and not is_linear(self.module.get_submodule(head)):
+                head = inner_head(head, self.module.get_submodule(head), calls)
+            last = max(number for number, call in enumerate(calls) if call.name == head)
+            targets = [z for call in calls[last:] if call.name in parents(head) for z in call.outputs]
+            found = locate(self.module.get_submodule(head), calls[last], targets)
+        except EncodingError as error:
+            self.problem = error
+            return None
+        if not self._found:
+            self._settle(head, found)
+        return Encoded(found.features, found.logits, labels, batch)
+
+    def _settle(self, head: str, found: Located) -> None:
+        if head != self.head or not found.alone:
+            self.taken = f"the head is {head!r}, {self.module.get_submodule(head)}; the features are {found.where}"
+        self.head, self._found, self._alone = head, True, found.alone
 
     # -- running the module -------------------------------------------------------------------------------------------
 
@@ -222,23 +187,19 @@ class BatchEncoder:
         Raises:
             EncodingError: if the head did not take part in the forward pass, or the batch is of another kind.
         """
-        attached = bool(self._handles)
-        self.attach()
         try:
-            with evaluating(self.module), torch.no_grad():
+            with evaluating(self.module), torch.no_grad(), eagerly():
                 self.start()
                 if self._encode is None or self.logits:
                     self.run(batch)
                 encoded = self.take(batch)
         finally:
-            self._recorder.stop()
-            if not attached:
-                self.detach()
+            self.stop()
         if encoded is None:
-            layer = self.head or self._encoder_name or "any nn.Linear with features of shape (B, D)"
-            raise EncodingError(
+            layer = self.head or self._encoder_name or "any nn.Linear"
+            raise self.problem or EncodingError(
                 f"{layer} did not take part in the forward pass of {type(self.module).__name__}, or gave no logits. "
-                f"Name the classification layer with head=, or pass encoder= and forward=. {_candidates(self.module)}"
+                f"Name the classification layer with head=, or pass encoder= and forward=. {candidates(self._layers)}"
             )
         return encoded
 
@@ -259,10 +220,13 @@ class BatchEncoder:
 
     # -- details ------------------------------------------------------------------------------------------------------
 
-    def _heads(self) -> list[tuple[str, nn.Module]]:
-        if self.head is not None:
-            return [(self.head, _find_layer(self.module, self.head))]
-        return [(name, layer) for name, layer in self.module.named_modules() if isinstance(layer, nn.Linear)]
+    def _heads(self) -> dict[str, nn.Module]:
+        """What may be the head: the layer of that name, and linear layers inside of it."""
+        if self.head is None:
+            return {name: layer for name, layer in self._layers.items() if is_linear(layer)}
+        layer = _find_layer(self.module, self.head)
+        inner = {} if self._alone else {f"{self.head}.{n}": x for n, x in layer.named_modules() if n and is_linear(x)}
+        return {self.head: layer} | inner
 
     def _resolve_encoder(self, name: str) -> None:
         found: Any = self.module
@@ -274,7 +238,11 @@ class BatchEncoder:
             self._encode = found
         else:
             owner = type(self.module).__name__
-            raise EncodingError(f"{owner} has no layer or method {name!r} to encode with. {_candidates(self.module)}")
+            raise EncodingError(f"{owner} has no layer or method {name!r} to encode with. {candidates(self._layers)}")
+
+    @property
+    def _layers(self) -> dict[str, nn.Module]:
+        return dict(self.module.named_modules())
 
     @property
     def forward_target(self) -> nn.Module:
@@ -289,6 +257,17 @@ class BatchEncoder:
             f"{type(self.module).__name__} does not define forward(), so nobody knows how to run it on a batch. "
             "Pass forward=lambda module, batch: module.model(batch[0]), or define forward()."
         )
+
+    def check_width(self, encoded: Encoded) -> None:
+        """Refuse a head that has no output for one of the ID labels."""
+        if not self.by_head or encoded.logits is None or encoded.labels is None or not len(encoded):
+            return
+        largest, width = int(encoded.labels.max()), encoded.logits.shape[1]
+        if largest >= max(width, 2):  # one output tells two classes apart
+            raise EncodingError(
+                f"{self.head} gives {width} logits, but there is a sample of class {largest}: another layer classifies "
+                f"them. Name the classification layer with head=, or pass encoder=. {candidates(self._layers)}"
+            )
 
     def labels_of(self, batch: Any) -> Tensor | None:
         """Integer labels of a batch, shape (B,), or None if it has none."""
@@ -308,43 +287,28 @@ def _find_layer(module: nn.Module, name: str) -> nn.Module:
             return module.get_submodule(name)
     except AttributeError:
         pass
-    raise EncodingError(f"{type(module).__name__} has no layer named {name!r}. {_candidates(module, name)}")
-
-
-def _candidates(module: nn.Module, name: str = "") -> str:
-    names = [found for found, _ in module.named_modules() if found]
-    linear = [found for found, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    close = [found for found in difflib.get_close_matches(name, names, n=3) if found not in linear] if name else []
-    listed = (close + linear[::-1]) or names[::-1]  # the head is usually among the last
-    return f"Candidates: {', '.join(listed[:12])}{', ...' if len(listed) > 12 else ''}."
+    raise EncodingError(
+        f"{type(module).__name__} has no layer named {name!r}. {candidates(dict(module.named_modules()), name)}"
+    )
 
 
 def _has_forward(module: nn.Module) -> bool:
-    forward = type(module).forward
+    original: Any = getattr(module, "_orig_mod", module)  # torch.compile has wrapped it
+    forward = type(original).forward
     # torch leaves forward unimplemented, and Lightning's base class only passes that on
     return forward is not nn.Module.forward and not forward.__module__.startswith(("pytorch_lightning.", "lightning."))
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy without gradients, at least float32: the module may work in place on what the hook saw."""
-    tensor = tensor.detach()
-    wide = widened(tensor)
-    return tensor.clone() if wide is tensor else wide
-
-
-def _logits(output: object) -> Tensor | None:
-    return _copied(output).flatten(1) if isinstance(output, Tensor) and output.ndim > 1 else None
-
-
 def _pooled(features: Tensor, layer: str) -> Tensor:
     try:
-        return pool_features(features)
+        return pool_features(widened(features))
     except ValueError as error:
         raise EncodingError(f"at {layer}: {error}") from error
 
 
-def _matching(found: list[Tensor], labels: Tensor | None, layer: str) -> Tensor:
-    fitting = [z for z in found if labels is None or len(z) == len(labels)]
+def _matching(found: list[Tensor], labels: Tensor | None, layer: str) -> int:
+    """Number of the last one with as many samples as there are labels."""
+    fitting = [number for number, z in enumerate(found) if labels is None or len(z) == len(labels)]
     if not fitting:
         sizes, expected = ", ".join(str(len(z)) for z in found), 0 if labels is None else len(labels)
         raise EncodingError(

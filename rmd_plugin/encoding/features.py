@@ -24,6 +24,11 @@ def pool_features(z: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if z.ndim == 2:
         return z
     if z.ndim == 4:
+        if z.shape[1] == z.shape[2] < z.shape[3]:
+            raise ValueError(
+                f"features of shape {tuple(z.shape)} look like maps (B, H, W, C), but expected are (B, D), or maps "
+                "(B, C, H, W) to be averaged over space. Average or permute them in the encoder."
+            )
         wide = dtype or widened(z[:0]).dtype
         if wide == z.dtype:
             return z.mean(dim=(2, 3))

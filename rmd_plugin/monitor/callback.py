@@ -46,7 +46,8 @@ class OODMonitor(pl.Callback):
             module offers, the weights of the head, the number of classes, or the module itself for detectors on
             inputs. Or a function that makes a detector from the LightningModule, called before each refit.
         head: dotted name of the classification layer, whose input is the features and whose output is the logits. By
-            default the last ``nn.Linear`` that fires.
+            default the ``nn.Linear`` whose output the network returns. Of tokens or maps, the features are the position
+            that is classified, or the mean, whichever gives the network's logits.
         ood: loaders of OOD data by name; their labels are ignored. By default ``ood_dataloaders()`` of the datamodule,
             if it has that method.
         encoder: the other way to the features, see :class:`rmd_plugin.encoding.batch_encoder.BatchEncoder`.
@@ -57,8 +58,8 @@ class OODMonitor(pl.Callback):
             passes of the training epoch, at no cost, but of weights that were still changing, and in training mode.
         fit_loader: what to fit on. By default ``fit_dataloader()`` of the datamodule or module if there is one, else
             the training set, unshuffled, with its augmentation.
-        limit_fit_batches: batches per process (int) or fraction (float) of the fit loader, spread over the set. By
-            default the trainer's ``limit_train_batches``.
+        limit_fit_batches: batches per process (int) or fraction (float) of the fit loader, drawn from all over
+            the set. By default the trainer's ``limit_train_batches``.
         limit_ood_batches: the same for ``ood``. By default the trainer's ``limit_val_batches``.
         every_n_epochs: refit and score at the validations of every n-th epoch. In between, monitoring callbacks see
             the last values; loggers get none.

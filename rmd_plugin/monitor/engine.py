@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_info
+from torch import Tensor
 
 from rmd_plugin.compare.adapters import Representation
 from rmd_plugin.encoding.batch_encoder import BatchEncoder
@@ -27,6 +28,10 @@ from rmd_plugin.monitor.trainer_access import DataSource, running_loaders
 
 if TYPE_CHECKING:
     from rmd_plugin.monitor.callback import OODMonitor
+
+
+#: encoded batches and the positions of their samples in the set
+Encodings = Generator[tuple[Encoded, Tensor], None, None]
 
 
 class OODMonitorWarning(UserWarning):
@@ -63,7 +68,7 @@ class Engine:
         return BatchEncoder(module, given.head, encoder=given.encoder, forward=given.forward, labels=given.labels)
 
     def attach(self, module: pl.LightningModule) -> None:
-        """Build the detectors and put the hooks in place."""
+        """Build the detectors and get ready to listen."""
         if self._encoder is not None:
             return
         encoder = self.new_encoder(module)
@@ -81,12 +86,12 @@ class Engine:
                 "Use refit='pass', or name a layer with head= or encoder=."
             )
         encoder.logits = any(Representation.LOGITS in (x.fitted_on, x.scored_on) for x in adapters.values())
-        self._encoder = encoder.attach()
+        self._encoder = encoder
 
     def detach(self) -> None:
-        """Take the hooks away."""
+        """Stop listening."""
         if self._encoder is not None:
-            self._encoder.detach()
+            self._encoder.stop()
         self._encoder = self._evaluation = self.stream.refit = None
 
     def _build(self, module: pl.LightningModule, encoder: BatchEncoder, names: list[str] | None = None) -> None:
@@ -106,9 +111,10 @@ class Engine:
 
     def _heard(self, batch: Any) -> Encoded | None:
         encoded = self.encoder.take(batch)
-        if self.monitor.head is None and self.encoder.head is not None:
-            self.monitor.head = self.encoder.head
-            rank_zero_info(f"OODMonitor: the head is {self.encoder.head!r}, the last nn.Linear that fired.")
+        taken, self.monitor.head = self.encoder.taken, self.monitor.head or self.encoder.head
+        if taken and taken not in self._told:
+            self._told.add(taken)
+            rank_zero_info(f"OODMonitor: {taken}.")
         return encoded
 
     # -- fitting --------------------------------------------------------------------------------------------------
@@ -123,10 +129,12 @@ class Engine:
         """Add what was heard of a training batch to the stream."""
         encoded = self._heard(batch)
         if encoded is None:
-            raise EncodingError(
+            raise self.encoder.problem or EncodingError(
                 f"{self.monitor.head or 'nn.Linear'} took no part in the training step, so there is nothing to stream "
-                "from. Name the classification layer with head=, or use refit='pass'."
+                "from. Name the classification layer with head=, or use refit='pass' (as well for a network that was "
+                "compiled and run before)."
             )
+        self.encoder.check_width(encoded)
         self.stream.add(trainer, self.roster.adapters, encoded)
 
     def refit(self, trainer: pl.Trainer, module: pl.LightningModule, names: list[str]) -> list[str]:
@@ -140,7 +148,7 @@ class Engine:
         # a stream may have had no training batch since the last time
         refit = (self.stream.refit if streaming else None) or Refit(adapters, module.device)
         if not streaming and refit.groups:
-            refit.feed(data.batches())
+            refit.feed(self._checked(data.batches()))
         outcomes = refit.finish(adapters, trainer, data, self.monitor.seed)
         if trainer.check_val_every_n_epoch is None:
             self.stream.refit = None
@@ -149,6 +157,12 @@ class Engine:
         for problem in self.roster.note(outcomes, epoch=trainer.current_epoch, step=trainer.global_step):
             self.complain(problem)
         return [name for name, outcome in outcomes.items() if outcome.failed]
+
+    def _checked(self, batches: Encodings) -> Encodings:
+        with closing(batches):
+            for encoded, positions in batches:
+                self.encoder.check_width(encoded)
+                yield encoded, positions
 
     def _fit_data(self, trainer: pl.Trainer) -> DataSource:
         given = self.monitor

@@ -45,21 +45,21 @@ def shard(
 
     A ``DataLoader`` over a map-style dataset is rebuilt: same dataset, batch size, collation and number of workers, but
     unshuffled, with its own generator, and restricted to the indices of a ``SubsetRandomSampler`` if it has one. With a
-    limit, samples are spread evenly over the dataset, which may be sorted by class. Of other iterables, such as a list
-    of batches, each process takes every world-th batch; a loader over an ``IterableDataset`` has to share itself out
-    between the processes, as always in Lightning.
+    limit, samples (of a list its batches) are drawn from all over the set, whatever the order of its labels, and the
+    same for any number of processes. Of other iterables each process takes every world-th batch, with a limit the first
+    ones; a loader over an ``IterableDataset`` has to share itself out between the processes, as always in Lightning.
 
     Args:
         loader: yields batches.
         rank: of this process.
         world: number of processes.
         limit: batches per process (int), or the fraction of all batches (float); None for all.
-        seed: of the loader's generator, which seeds its workers.
+        seed: of the draws, and of the loader's generator, which seeds its workers.
     """
     if limit is not None and (isinstance(limit, bool) or limit <= 0 or (isinstance(limit, float) and limit > 1)):
         raise ValueError(f"the limit must be a positive number of batches or a fraction up to 1.0, got {limit!r}.")
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return _shard_batches(loader, rank, world, limit)
+        return _shard_batches(loader, rank, world, limit, seed)
     indices = _dataset_indices(loader)
     # batch_size None: the dataset yields whole batches
     whole = loader.batch_sampler is None
@@ -67,7 +67,7 @@ def shard(
     if limit is not None:
         batches = limit * world if isinstance(limit, int) else math.ceil(limit * math.ceil(len(indices) / size))
         count = min(len(indices), batches * size)
-        indices = [indices[i * len(indices) // count] for i in range(count)]
+        indices = [indices[i] for i in _spread(len(indices), count, seed)]
     batches_of_rank: DataLoader[Any] = DataLoader(
         loader.dataset,
         batch_size=None if whole else size,
@@ -102,7 +102,15 @@ def own_samples(loader: object, start: int, size: int, *, rank: int, world: int)
     return None
 
 
-def _shard_batches(loader: Iterable[Any], rank: int, world: int, limit: float | int | None) -> Shard:
+def _spread(total: int, count: int, seed: int) -> list[int]:
+    """A random index from each of ``count`` equal strata of ``range(total)``."""
+    # neither the first ones nor every n-th: labels may be sorted, and they may be interleaved
+    edges = torch.arange(count + 1) * total // count
+    draws = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return (edges[:-1] + (draws * edges.diff()).long()).tolist()
+
+
+def _shard_batches(loader: Iterable[Any], rank: int, world: int, limit: float | int | None, seed: int) -> Shard:
     self_sharding = isinstance(loader, DataLoader)
     if isinstance(limit, float):
         if limit == 1.0:
@@ -111,6 +119,9 @@ def _shard_batches(loader: Iterable[Any], rank: int, world: int, limit: float | 
             limit = math.ceil(limit * len(loader) / (1 if self_sharding else world))
         else:
             raise ValueError(f"a loader without a length cannot be limited to the fraction {limit}. Give an integer.")
+    if limit is not None and isinstance(loader, Sequence):
+        chosen = _spread(len(loader), min(len(loader), int(limit) * world), seed)
+        return Shard([loader[i] for i in chosen[rank::world]], rank, world, by_sample=False)
     start, step = (0, 1) if self_sharding else (rank, world)
     share = islice(loader, start, None if limit is None else int(limit) * step, step)
     return Shard(share, rank, world, by_sample=False)

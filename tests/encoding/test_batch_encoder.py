@@ -73,13 +73,16 @@ def test_the_heads_input_is_the_features_and_its_output_the_logits(net, batch):
     assert torch.equal(encoded.labels, batch[1])
 
 
-def test_without_a_name_the_last_linear_layer_that_fires_is_the_head(net, batch, caplog):
-    caplog.set_level("INFO", logger="rmd_plugin")
+def test_without_a_name_the_head_is_the_layer_whose_output_is_returned(net, batch):
     with BatchEncoder(net) as encode:
         encoded = encode(batch)
-        assert sum(len(layer._forward_hooks) for layer in net.modules()) == 1  # the others are gone
+        assert not any(layer._forward_hooks for layer in net.modules())
+        encode.start()
+        assert sum(len(layer._forward_hooks) for layer in net.modules()) == 1  # more are not needed from now on
     assert encode.head == "fc"
-    assert "head: fc" in caplog.text
+    assert encode.taken.startswith(
+        "the head is 'fc', Linear(in_features=8, out_features=3, bias=True); the features are"
+    )
     assert torch.equal(encoded.features, expected(net, batch[0])[0])
     assert not any(layer._forward_hooks for layer in net.modules())
 
@@ -233,7 +236,7 @@ def test_half_precision_is_widened_and_maps_are_averaged():
 
 def test_tokens_have_to_be_pooled_first():
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    with pytest.raises(EncodingError, match="at 1: features must have shape"):
+    with pytest.raises(EncodingError, match=r"1 gets inputs of shape \(2, 7, 4\), so 7 positions.*behind the pooling"):
         BatchEncoder(net, "1")((torch.randn(2, 7, 3), torch.tensor([0, 1])))
 
 
@@ -243,7 +246,7 @@ def test_copies_of_a_module_do_not_report_to_the_encoder_of_the_original(net, ba
         net.train()(batch[0])
         for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
             twin(batch[0] + 1)
-        assert len(encode._recorder.calls) == 1
+        assert [call.name for call in encode._recorder.calls] == ["fc", ""]
 
 
 def test_a_loader_is_encoded_batch_by_batch(net, batch):

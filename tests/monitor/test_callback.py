@@ -176,7 +176,11 @@ def test_the_head_that_was_found_is_named_in_the_log(caplog):
     run.fit(module, loader(TRAIN), loader(VAL))
     logger.removeHandler(caplog.handler)
     assert monitor.head == "model.fc"
-    assert "the head is 'model.fc'" in caplog.text
+    said = {id(record): record.getMessage() for record in caplog.records}.values()  # two handlers see the same record
+    layer = module.model.fc
+    assert [text for text in said if "head" in text] == [
+        f"OODMonitor: the head is 'model.fc', {layer}; the features are its input."
+    ]
 
 
 def test_a_wrong_head_is_refused_before_anything_runs_and_the_candidates_are_listed():

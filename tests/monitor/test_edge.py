@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from rmd_plugin import RMD, Mahalanobis
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.callback import OODMonitor, OODMonitorWarning
+from rmd_plugin.monitor.sharding import shard
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
 
@@ -64,8 +65,8 @@ def test_a_fast_dev_run_fits_on_one_batch(monkeypatch):
 def test_limited_validation_scores_what_was_validated():
     monitor = monitored()
     _, module = fit(monitor, limit_val_batches=1)
-    spread = [i * len(OOD[1]) // 16 for i in range(16)]
-    expected = auroc_of(module, val=first(VAL, 16), ood=(OOD[0][spread], OOD[1][spread]))
+    ((rows,),) = shard(loader((torch.arange(len(OOD[1])),)), limit=1).batches
+    expected = auroc_of(module, val=first(VAL, 16), ood=(OOD[0][rows], OOD[1][rows]))
     assert values(monitor)["rmd", "svhn"] == pytest.approx(expected, abs=1e-12)
     monitor = monitored(limit_ood_batches=1.0)
     _, module = fit(monitor, limit_val_batches=1)
@@ -289,3 +290,29 @@ def test_ctrl_c_in_a_fit_that_takes_it_as_its_own_stops_the_training_too():
     finally:
         signal.signal(signal.SIGINT, before)  # Lightning ignores it from here on
     assert monitor.history == []
+
+
+class TwoHeads(Classifier):
+    """Half of the classes have a head of their own, which is run last."""
+
+    def __init__(self):
+        super().__init__()
+        self.model.pair = torch.nn.Linear(16, 2)
+
+    def forward(self, x):
+        z = self.model.features(x)
+        logits = self.model.fc(z)
+        self.model.pair(z)
+        return logits
+
+
+@pytest.mark.parametrize("refit", ["pass", "stream"])
+def test_a_head_with_too_few_outputs_for_the_classes_is_refused(refit):
+    with pytest.raises(EncodingError, match=r"model\.pair gives 2 logits, but there is a sample of class 3.*model\.fc"):
+        fit(monitored(head="model.pair", refit=refit), module=TwoHeads())
+    monitor = monitored(
+        head=None, ood={"svhn": loader((OOD[0], OOD[1] + 99))}, refit=refit
+    )  # labels of OOD data are free
+    fit(monitor, module=TwoHeads())
+    assert monitor.head == "model.fc"
+    assert values(monitor)["rmd", "svhn"] > 0.5
