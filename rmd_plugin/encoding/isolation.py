@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from rmd_plugin.encoding.memory import put_back
+
 #: how far, and over how many objects, modules are looked for behind a callable
 _MAX_STEPS, _MAX_OBJECTS = 4, 10_000
-
-from rmd_plugin.encoding.memory import put_back
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import tracemalloc
 import warnings
 import zipfile
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -242,16 +241,7 @@ def limited():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-#: formats of detectors and of the cache before they had checksums
-LATER = ("detector", "RMD", "moments", "features.npy", "labels.npy", "entry.json")
-needs_checksums = pytest.mark.xfail(
-    find_spec("rmd_plugin.detectors.files") is None, reason="no checksums", strict=False
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs_checksums if name in LATER else ()) for name in TARGETS]
-)
+@pytest.mark.parametrize("name", TARGETS)
 def test_a_damaged_file_is_read_or_refused_by_name(name, tmp_path_factory, limited):
     target = TARGETS[name]
     made = tmp_path_factory.mktemp("good") / f"file.{name}"
