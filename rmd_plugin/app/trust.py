@@ -24,6 +24,7 @@ from rmd_plugin.untrusted import DataFormatError, read_mapping, read_text
 #: packages whose classes a kept config may make; other parts of pytorch-ood and torch unpickle files or run programs
 _CLASSES = (
     "rmd_plugin.benchmarks", "rmd_plugin.backbones", "rmd_plugin.detectors", "rmd_plugin.monitor", "rmd_plugin.paper",
+    "rmd_plugin.app.last_checkpoint",
     "pytorch_ood.detector", "torch.nn", "torch.optim", "torchvision.models", "torchvision.transforms",
     "pytorch_lightning.callbacks", "pytorch_lightning.loggers", "pytorch_lightning.trainer",
     "lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.trainer",

@@ -56,19 +56,18 @@ def evaluating_calls(encoder: object) -> Iterator[None]:
 @contextmanager
 def _restored_modes() -> Iterator[Callable[[nn.Module], None]]:
     """A function that puts a module into evaluation mode until the block ends."""
-    trained: list[nn.Module] = []
+    modes: dict[nn.Module, bool] = {}
 
     def evaluate(module: nn.Module) -> None:
         for part in module.modules():
-            if part.training:
-                trained.append(part)
-                part.training = False
+            modes.setdefault(part, part.training)
+            part.training = False
 
     try:
         yield evaluate
     finally:
-        for module in trained:
-            module.training = True
+        for module, training in modes.items():
+            module.training = training
 
 
 def _modules_behind(encoder: object) -> list[nn.Module]:
