@@ -10,22 +10,26 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_ood.api import Detector
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.engine import Engine, OODMonitorWarning
 from rmd_plugin.monitor.evaluation import check_names
 from rmd_plugin.monitor.journal import STAGES
+from rmd_plugin.monitor.lightning_roots import Callback, builds_itself
 from rmd_plugin.monitor.roster import Spec
 from rmd_plugin.monitor.snapshot import HEADER, build_detector, check_format, monitor_states, restore_snapshot
 from rmd_plugin.monitor.trainer_access import as_validation, has_validation
 
 __all__ = ["OODMonitor", "OODMonitorWarning"]
 
+#: the first is for LightningCLI, which builds what is named by class
+Loader = DataLoader | Iterable[Any]
 
-class OODMonitor(pl.Callback):
+
+class OODMonitor(Callback):
     """Fits OOD detectors on the training features at each validation, scores them, and logs the metrics.
 
     The module needs no change. Training with the monitor gives the same weights as without it, bit for bit. Under DDP
@@ -41,10 +45,10 @@ class OODMonitor(pl.Callback):
     checkpoint), and Lightning hangs at the end of a fit that has logged more than about 200 metrics: use ``ddp``.
 
     Args:
-        detectors: detectors by name, or names of rmd_plugin's. In place of a detector may stand its class, or a
-            ``functools.partial`` of it (``_partial_: true`` in Hydra): it is built before each refit from what the
-            module offers, the weights of the head, the number of classes, or the module itself for detectors on
-            inputs. Or a function that makes a detector from the LightningModule, called before each refit.
+        detectors: detectors by name, or names of rmd_plugin's. In place of a detector may stand its class, as such or
+            by its dotted name, or a ``functools.partial`` of it (``_partial_: true`` in Hydra): it is built before each
+            refit from what the module offers, the weights of the head, the number of classes, or the module itself for
+            detectors on inputs. Or a function that makes a detector from the LightningModule, called before each refit.
         head: dotted name of the classification layer, whose input is the features and whose output is the logits. By
             default the last ``nn.Linear`` that fires.
         ood: loaders of OOD data by name; their labels are ignored. By default ``ood_dataloaders()`` of the datamodule,
@@ -77,16 +81,17 @@ class OODMonitor(pl.Callback):
 
     def __init__(
         self,
-        detectors: Mapping[str, Spec | str] | Sequence[str],
+        # str first: LightningCLI would take a name of ours for the framework's detector of that name
+        detectors: Mapping[str, str | Spec] | Sequence[str],
         head: str | None = None,
-        ood: Mapping[str, Iterable[Any]] | None = None,
+        ood: Mapping[str, Loader] | None = None,
         *,
         encoder: str | Callable[[Any], Tensor] | None = None,
         forward: Callable[[Any, Any], Any] | None = None,
         labels: Callable[[Any], Tensor | None] | None = None,
         ood_dataloaders: Mapping[int, str] | None = None,
         refit: Literal["pass", "stream"] = "pass",
-        fit_loader: Iterable[Any] | None = None,
+        fit_loader: Loader | None = None,
         limit_fit_batches: int | float | None = None,
         limit_ood_batches: int | float | None = None,
         every_n_epochs: int = 1,
@@ -114,7 +119,7 @@ class OODMonitor(pl.Callback):
         self.head = self._given_head = head
         self.encoder, self.forward, self.labels = encoder, forward, labels
         self.refit, self.fit_loader = refit, fit_loader
-        self.limit_fit_batches, self.limit_ood_batches = limit_fit_batches, limit_ood_batches
+        self.limit_fit_batches, self.limit_ood_batches = _limit(limit_fit_batches), _limit(limit_ood_batches)
         self.every_n_epochs, self.warmup_epochs = every_n_epochs, warmup_epochs
         self.figures_dir, self.on_error, self.prefix, self.seed = figures_dir, on_error, prefix, seed
         self._engine = Engine(self, detectors)
@@ -148,7 +153,7 @@ class OODMonitor(pl.Callback):
         try:
             self._engine.new_encoder(pl_module)
         except EncodingError:
-            if not any(is_overridden(hook, pl_module) for hook in ("setup", "configure_model")):
+            if not builds_itself(pl_module):
                 raise
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -308,3 +313,8 @@ class OODMonitor(pl.Callback):
             else:
                 found[name] = build_detector(snapshot)
         return {name: found[name] for name in state["detectors"]}
+
+
+def _limit(batches: int | float | None) -> int | float | None:
+    # LightningCLI reads 5 as 5.0 where it has met "float | int" before
+    return int(batches) if isinstance(batches, float) and batches > 1 and batches.is_integer() else batches
