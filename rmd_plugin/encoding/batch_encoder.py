@@ -322,8 +322,9 @@ def _candidates(module: nn.Module, name: str = "") -> str:
 
 def _has_forward(module: nn.Module) -> bool:
     forward = type(module).forward
-    # torch leaves forward unimplemented, and Lightning's base class only passes that on
-    return forward is not nn.Module.forward and not forward.__module__.startswith(("pytorch_lightning.", "lightning."))
+    # torch leaves forward unimplemented, and LightningModule only passes that on
+    passed_on = ("pytorch_lightning.core.module", "lightning.pytorch.core.module")
+    return forward is not nn.Module.forward and forward.__module__ not in passed_on
 
 
 def _copied(tensor: Tensor) -> Tensor:

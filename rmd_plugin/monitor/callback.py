@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.engine import Engine, OODMonitorWarning
 from rmd_plugin.monitor.evaluation import check_names
+from rmd_plugin.monitor.inert import CheckpointError
 from rmd_plugin.monitor.journal import STAGES
 from rmd_plugin.monitor.lightning_roots import Callback, builds_itself
 from rmd_plugin.monitor.roster import Spec
@@ -267,7 +267,7 @@ class OODMonitor(Callback):
     def _load_checkpoint(self, path: str) -> None:
         try:
             state = monitor_states(path, "cpu").get(self.state_key)
-        except (pickle.UnpicklingError, OSError) as error:
+        except (CheckpointError, OSError) as error:
             self._engine.complain(f"the detectors of {path!r} could not be read. {error}")
         else:
             if state is not None:
@@ -284,6 +284,8 @@ class OODMonitor(Callback):
     ) -> dict[str, Detector]:
         """Fitted detectors from a Lightning checkpoint, without the code or data of the training.
 
+        Nothing else of the checkpoint is read, and nothing that is pickled in it is run.
+
         Args:
             path: of the checkpoint.
             detectors: instances to be filled, for detectors that are neither rmd_plugin's nor the framework's.
@@ -294,7 +296,7 @@ class OODMonitor(Callback):
             The fitted detectors by name, without encoder.
 
         Raises:
-            ValueError: if the checkpoint has no state of a monitor, or of several.
+            ValueError: if the checkpoint has no state of a monitor, or of several; if the file is damaged.
         """
         states = monitor_states(path, map_location)
         if prefix is not None:

@@ -125,6 +125,23 @@ def test_an_evaluation_alone_scores_the_detectors_of_a_checkpoint(root, stage, t
     assert plain(again.history)[-1]["stage"] == stage
 
 
+def test_lightnings_own_demo_module_whose_forward_is_defined_in_lightning_is_monitored(root):
+    demo = importlib.import_module(f"{root.__name__}.demos.boring_classes").BoringModel
+
+    class Boring(demo):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch[0], batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            return super().validation_step(batch[0], batch_idx)
+
+    batches = loader((torch.randn(32, 32), torch.arange(32) % 2))
+    watched = OODMonitor({"rmd": RMD(shrinkage=0.5)}, ood={"near": batches})
+    root.Trainer(**OPTIONS, max_epochs=1, callbacks=[watched]).fit(Boring(), batches, batches)
+    assert watched.head == "layer"
+    assert plain(watched.history)
+
+
 # -- LightningCLI ------------------------------------------------------------------------------------------------------
 
 
