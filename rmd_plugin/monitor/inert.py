@@ -48,6 +48,7 @@ class StandIn:
         pass
 
     def __call__(self, *args: object, **kwargs: object) -> StandIn:
+        """What it would have made is inert, too."""
         return self
 
     def _ignore(self, *args: object) -> None:
