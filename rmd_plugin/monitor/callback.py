@@ -21,7 +21,7 @@ from rmd_plugin.monitor.journal import STAGES
 from rmd_plugin.monitor.lightning_roots import Callback, builds_itself
 from rmd_plugin.monitor.roster import Spec
 from rmd_plugin.monitor.snapshot import HEADER, build_detector, check_format, monitor_states, restore_snapshot
-from rmd_plugin.monitor.trainer_access import as_validation, has_validation
+from rmd_plugin.monitor.trainer_access import ends_now, has_validation
 
 __all__ = ["OODMonitor", "OODMonitorWarning"]
 
@@ -39,7 +39,8 @@ class OODMonitor(Callback):
     and the history travel in the Lightning checkpoint.
 
     ID scores come from the validation batches that the trainer runs anyway. Without validation the detectors are
-    refitted at the end of the training epochs and saved, but not scored. The sanity check only checks that the batches
+    refitted at the end of the training epochs and saved, but not scored; likewise at the end of the training, if its
+    last step has had no validation (``max_steps`` within an epoch). The sanity check only checks that the batches
     can be encoded. In ``validate`` and ``test`` the detectors of the checkpoint are scored; one that it does not hold
     is fitted if there is a ``fit_loader``. With ``ddp_spawn`` the history stays in the worker processes (read it from a
     checkpoint), and Lightning hangs at the end of a fit that has logged more than about 200 metrics: use ``ddp``.
@@ -197,12 +198,13 @@ class OODMonitor(Callback):
             self._engine.add_to_stream(trainer, batch)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Without validation: refit, so that the checkpoints hold fitted detectors."""
-        if has_validation(trainer) or not self._engine.due(trainer):
-            return
-        with as_validation(trainer):
-            self._engine.refit(trainer, pl_module, list(self.detectors))
-        self._engine.complain("there is no validation: the detectors are fitted and saved, but not scored.", once=True)
+        """Refit without validation, and at the end of the training, so that the checkpoints hold fitted detectors."""
+        if ends_now(trainer) or (self._engine.due(trainer) and not has_validation(trainer)):
+            self._engine.refit_unscored(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refit, if somebody has stopped the training since; here Lightning takes no metrics any more."""
+        self._engine.refit_unscored(trainer, pl_module, record=False)
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 

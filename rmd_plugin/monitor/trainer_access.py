@@ -131,6 +131,12 @@ def has_validation(trainer: pl.Trainer) -> bool:
     return trainer.enable_validation and (not ready or sum(trainer.num_val_batches) > 0)
 
 
+def ends_now(trainer: pl.Trainer) -> bool:
+    """Whether the epoch that ends is the last one by ``max_steps`` or ``max_epochs``, the same on every process."""
+    reached = ((trainer.global_step, trainer.max_steps), (trainer.current_epoch + 1, trainer.max_epochs))
+    return any(limit is not None and 0 <= limit <= count for count, limit in reached)
+
+
 @contextmanager
 def as_validation(trainer: pl.Trainer) -> Iterator[None]:
     """Let the trainer say that it validates, so that the user's hooks do not augment the batches."""
