@@ -21,7 +21,7 @@ from rmd_plugin.monitor.journal import STAGES
 from rmd_plugin.monitor.lightning_roots import Callback, builds_itself
 from rmd_plugin.monitor.roster import Spec
 from rmd_plugin.monitor.snapshot import HEADER, build_detector, check_format, monitor_states, restore_snapshot
-from rmd_plugin.monitor.trainer_access import ends_now, has_validation
+from rmd_plugin.monitor.trainer_access import ends_now, has_validation, training_loaders
 
 __all__ = ["OODMonitor", "OODMonitorWarning"]
 
@@ -177,6 +177,15 @@ class OODMonitor(Callback):
         self._engine.detach()
 
     # -- training -----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse a stream of which nobody knows which labels belong to which features."""
+        count = len(training_loaders(trainer))
+        if self.refit == "stream" and count > 1:
+            raise EncodingError(
+                f"refit='stream' cannot tell apart the samples of {count} training dataloaders. Use refit='pass' with "
+                "fit_loader=."
+            )
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin a new stream. Where validation does not follow the epochs, a stream runs from one to the next."""

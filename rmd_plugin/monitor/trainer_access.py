@@ -118,9 +118,10 @@ def training_set(trainer: pl.Trainer) -> DataLoader[Any]:
         f"{type(x).__name__} over {type(x.dataset).__name__}" if isinstance(x, DataLoader) else type(x).__name__
         for x in loaders
     )
+    way_out = ", or use refit='stream'" if len(loaders) == 1 else ""
     raise EncodingError(
-        f"expected one training DataLoader over a map-style dataset, got {found or 'none'}. Pass fit_loader=, give the "
-        "datamodule a fit_dataloader(), or use refit='stream'."
+        f"expected one training DataLoader over a map-style dataset, got {found or 'none'}. Pass fit_loader=, or give "
+        f"the datamodule a fit_dataloader(){way_out}."
     )
 
 

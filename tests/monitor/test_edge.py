@@ -210,6 +210,24 @@ def test_a_fit_that_failed_at_the_last_validation_is_not_tried_again():
     assert len(told(caught)) == 1
 
 
+@pytest.mark.parametrize("names", [[0, 1], ["a", "b"]])
+def test_several_training_dataloaders_are_refused_with_a_way_that_works(names):
+    class Both(Classifier):
+        def training_step(self, batch, batch_idx):
+            return sum(super(Both, self).training_step(batch[name], batch_idx) for name in names)
+
+    loaders = [loader(TRAIN), loader(first(TRAIN, 40))]
+    train = dict(zip(names, loaders, strict=True)) if "a" in names else loaders
+    with pytest.raises(EncodingError, match=r"stream.* 2 training dataloaders.*Use refit='pass' with fit_loader="):
+        fit(monitored(refit="stream"), module=Both(), train=train)
+    with pytest.raises(EncodingError, match=r"expected one training DataLoader.* got .* Pass fit_loader=") as caught:
+        fit(monitored(), module=Both(), train=train)
+    assert "stream" not in str(caught.value)
+    monitor = monitored(fit_loader=loader(TRAIN))
+    _, module = fit(monitor, module=Both(), train=train)
+    assert values(monitor)["rmd", "svhn"] == pytest.approx(auroc_of(module), abs=1e-12)
+
+
 def test_no_validation_is_not_confused_with_validation_that_is_still_to_come():
     monitor = monitored()
     fit(monitor, check_val_every_n_epoch=2, max_epochs=2)  # no sanity check: the loaders are not there in epoch 0
