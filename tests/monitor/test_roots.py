@@ -35,6 +35,7 @@ def classifier(root):
             super().__init__()
             torch.manual_seed(1)
             self.model = Net()
+            self.model.body[3].p = 0.0  # releases of Lightning draw differently when they resume
 
         def forward(self, x):
             return self.model(x)
@@ -58,7 +59,6 @@ def root(request):
 
 def fit(root, *callbacks, module=None, epochs=1, ckpt_path=None, **options):
     module = classifier(root)() if module is None else module
-    torch.manual_seed(0)  # of the dropout
     trainer = root.Trainer(**(OPTIONS | {"max_epochs": epochs, "callbacks": list(callbacks)} | options))
     trainer.fit(module, loader(TRAIN), loader(VAL), ckpt_path=ckpt_path)
     return trainer, module
