@@ -1,4 +1,4 @@
-"""In fresh environments, from a wheel, an sdist and an editable install: the commands, and somebody else's Hydra app."""
+"""In fresh environments, from wheel, sdist and editable install: the commands, and somebody else's Hydra app."""
 
 import subprocess
 import sys
