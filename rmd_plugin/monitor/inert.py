@@ -75,6 +75,7 @@ class _SavedTensor:
 
 
 class _InertUnpickler(pickle._Unpickler):  # the one in C looks registered extensions up by itself
+    stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     # plain data have no state, and whatever else is on the stack must not be changed
     dispatch[pickle.BUILD[0]] = lambda self: self.stack.pop()
