@@ -83,6 +83,11 @@ def loader(data, batch_size=16, **kwargs):
     return DataLoader(TensorDataset(*data), batch_size, **kwargs)
 
 
+def near_loader(batch_size: int) -> DataLoader:
+    """For LightningCLI, which needs the types."""
+    return loader(OOD, batch_size)
+
+
 class Augmented(Dataset):
     """Draws from all three global generators, as augmentations do."""
 

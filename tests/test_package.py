@@ -38,7 +38,6 @@ DISTRIBUTIONS = {
 }
 #: not declared, and why
 UNDECLARED = {
-    "lightning": "the other name of pytorch-lightning: looked at only where a user has imported it",
     "hydra_plugins": "Hydra's namespace of plugins",
     "huggingface_hub": "comes with timm and transformers, whose extras the code asks for",
 }

@@ -295,8 +295,9 @@ def _find_layer(module: nn.Module, name: str) -> nn.Module:
 def _has_forward(module: nn.Module) -> bool:
     original: Any = getattr(module, "_orig_mod", module)  # torch.compile has wrapped it
     forward = type(original).forward
-    # torch leaves forward unimplemented, and Lightning's base class only passes that on
-    return forward is not nn.Module.forward and not forward.__module__.startswith(("pytorch_lightning.", "lightning."))
+    # torch leaves forward unimplemented, and LightningModule only passes that on
+    passed_on = ("pytorch_lightning.core.module", "lightning.pytorch.core.module")
+    return forward is not nn.Module.forward and forward.__module__ not in passed_on
 
 
 def _pooled(features: Tensor, layer: str) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
@@ -10,22 +9,27 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_ood.api import Detector
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.engine import Engine, OODMonitorWarning
 from rmd_plugin.monitor.evaluation import check_names
+from rmd_plugin.monitor.inert import CheckpointError
 from rmd_plugin.monitor.journal import STAGES
+from rmd_plugin.monitor.lightning_roots import Callback, builds_itself
 from rmd_plugin.monitor.roster import Spec
 from rmd_plugin.monitor.snapshot import HEADER, build_detector, check_format, monitor_states, restore_snapshot
-from rmd_plugin.monitor.trainer_access import as_validation, has_validation
+from rmd_plugin.monitor.trainer_access import ends_now, has_validation, training_loaders
 
 __all__ = ["OODMonitor", "OODMonitorWarning"]
 
+#: the first is for LightningCLI, which builds what is named by class
+Loader = DataLoader | Iterable[Any]
 
-class OODMonitor(pl.Callback):
+
+class OODMonitor(Callback):
     """Fits OOD detectors on the training features at each validation, scores them, and logs the metrics.
 
     The module needs no change. Training with the monitor gives the same weights as without it, bit for bit. Under DDP
@@ -35,16 +39,17 @@ class OODMonitor(pl.Callback):
     and the history travel in the Lightning checkpoint.
 
     ID scores come from the validation batches that the trainer runs anyway. Without validation the detectors are
-    refitted at the end of the training epochs and saved, but not scored. The sanity check only checks that the batches
+    refitted at the end of the training epochs and saved, but not scored; likewise at the end of the training, if its
+    last step has had no validation (``max_steps`` within an epoch). The sanity check only checks that the batches
     can be encoded. In ``validate`` and ``test`` the detectors of the checkpoint are scored; one that it does not hold
     is fitted if there is a ``fit_loader``. With ``ddp_spawn`` the history stays in the worker processes (read it from a
     checkpoint), and Lightning hangs at the end of a fit that has logged more than about 200 metrics: use ``ddp``.
 
     Args:
-        detectors: detectors by name, or names of rmd_plugin's. In place of a detector may stand its class, or a
-            ``functools.partial`` of it (``_partial_: true`` in Hydra): it is built before each refit from what the
-            module offers, the weights of the head, the number of classes, or the module itself for detectors on
-            inputs. Or a function that makes a detector from the LightningModule, called before each refit.
+        detectors: detectors by name, or names of rmd_plugin's. In place of a detector may stand its class, as such or
+            by its dotted name, or a ``functools.partial`` of it (``_partial_: true`` in Hydra): it is built before each
+            refit from what the module offers, the weights of the head, the number of classes, or the module itself for
+            detectors on inputs. Or a function that makes a detector from the LightningModule, called before each refit.
         head: dotted name of the classification layer, whose input is the features and whose output is the logits. By
             default the ``nn.Linear`` whose output the network returns. Of tokens or maps, the features are the position
             that is classified, or the mean, whichever gives the network's logits.
@@ -78,16 +83,17 @@ class OODMonitor(pl.Callback):
 
     def __init__(
         self,
-        detectors: Mapping[str, Spec | str] | Sequence[str],
+        # str first: LightningCLI would take a name of ours for the framework's detector of that name
+        detectors: Mapping[str, str | Spec] | Sequence[str],
         head: str | None = None,
-        ood: Mapping[str, Iterable[Any]] | None = None,
+        ood: Mapping[str, Loader] | None = None,
         *,
         encoder: str | Callable[[Any], Tensor] | None = None,
         forward: Callable[[Any, Any], Any] | None = None,
         labels: Callable[[Any], Tensor | None] | None = None,
         ood_dataloaders: Mapping[int, str] | None = None,
         refit: Literal["pass", "stream"] = "pass",
-        fit_loader: Iterable[Any] | None = None,
+        fit_loader: Loader | None = None,
         limit_fit_batches: int | float | None = None,
         limit_ood_batches: int | float | None = None,
         every_n_epochs: int = 1,
@@ -115,7 +121,7 @@ class OODMonitor(pl.Callback):
         self.head = self._given_head = head
         self.encoder, self.forward, self.labels = encoder, forward, labels
         self.refit, self.fit_loader = refit, fit_loader
-        self.limit_fit_batches, self.limit_ood_batches = limit_fit_batches, limit_ood_batches
+        self.limit_fit_batches, self.limit_ood_batches = _limit(limit_fit_batches), _limit(limit_ood_batches)
         self.every_n_epochs, self.warmup_epochs = every_n_epochs, warmup_epochs
         self.figures_dir, self.on_error, self.prefix, self.seed = figures_dir, on_error, prefix, seed
         self._engine = Engine(self, detectors)
@@ -149,7 +155,7 @@ class OODMonitor(pl.Callback):
         try:
             self._engine.new_encoder(pl_module)
         except EncodingError:
-            if not any(is_overridden(hook, pl_module) for hook in ("setup", "configure_model")):
+            if not builds_itself(pl_module):
                 raise
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -173,6 +179,15 @@ class OODMonitor(pl.Callback):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse a stream of which nobody knows which labels belong to which features."""
+        count = len(training_loaders(trainer))
+        if self.refit == "stream" and count > 1:
+            raise EncodingError(
+                f"refit='stream' cannot tell apart the samples of {count} training dataloaders. Use refit='pass' with "
+                "fit_loader=."
+            )
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin a new stream. Where validation does not follow the epochs, a stream runs from one to the next."""
         if trainer.check_val_every_n_epoch is not None:
@@ -193,12 +208,13 @@ class OODMonitor(pl.Callback):
             self._engine.add_to_stream(trainer, batch)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Without validation: refit, so that the checkpoints hold fitted detectors."""
-        if has_validation(trainer) or not self._engine.due(trainer):
-            return
-        with as_validation(trainer):
-            self._engine.refit(trainer, pl_module, list(self.detectors))
-        self._engine.complain("there is no validation: the detectors are fitted and saved, but not scored.", once=True)
+        """Refit without validation, and at the end of the training, so that the checkpoints hold fitted detectors."""
+        if ends_now(trainer) or (self._engine.due(trainer) and not has_validation(trainer)):
+            self._engine.refit_unscored(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refit, if somebody has stopped the training since; here Lightning takes no metrics any more."""
+        self._engine.refit_unscored(trainer, pl_module, record=False)
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -263,7 +279,7 @@ class OODMonitor(pl.Callback):
     def _load_checkpoint(self, path: str) -> None:
         try:
             state = monitor_states(path, "cpu").get(self.state_key)
-        except (pickle.UnpicklingError, OSError) as error:
+        except (CheckpointError, OSError) as error:
             self._engine.complain(f"the detectors of {path!r} could not be read. {error}")
         else:
             if state is not None:
@@ -280,6 +296,8 @@ class OODMonitor(pl.Callback):
     ) -> dict[str, Detector]:
         """Fitted detectors from a Lightning checkpoint, without the code or data of the training.
 
+        Nothing else of the checkpoint is read, and nothing that is pickled in it is run.
+
         Args:
             path: of the checkpoint.
             detectors: instances to be filled, for detectors that are neither rmd_plugin's nor the framework's.
@@ -290,7 +308,7 @@ class OODMonitor(pl.Callback):
             The fitted detectors by name, without encoder.
 
         Raises:
-            ValueError: if the checkpoint has no state of a monitor, or of several.
+            ValueError: if the checkpoint has no state of a monitor, or of several; if the file is damaged.
         """
         states = monitor_states(path, map_location)
         if prefix is not None:
@@ -309,3 +327,8 @@ class OODMonitor(pl.Callback):
             else:
                 found[name] = build_detector(snapshot)
         return {name: found[name] for name in state["detectors"]}
+
+
+def _limit(batches: int | float | None) -> int | float | None:
+    # LightningCLI reads 5 as 5.0 where it has met "float | int" before
+    return int(batches) if isinstance(batches, float) and batches > 1 and batches.is_integer() else batches

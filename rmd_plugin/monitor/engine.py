@@ -24,7 +24,7 @@ from rmd_plugin.monitor.journal import Journal
 from rmd_plugin.monitor.refit import Refit, TrainingStream
 from rmd_plugin.monitor.roster import Roster, Spec, parts_of
 from rmd_plugin.monitor.sharding import own_samples
-from rmd_plugin.monitor.trainer_access import DataSource, running_loaders
+from rmd_plugin.monitor.trainer_access import DataSource, as_validation, has_validation, running_loaders
 
 if TYPE_CHECKING:
     from rmd_plugin.monitor.callback import OODMonitor
@@ -52,6 +52,7 @@ class Engine:
         self._evaluation: Evaluation | None = None
         self._seen: defaultdict[int, int] = defaultdict(int)  # samples of each evaluation dataloader
         self._told: set[str] = set()
+        self._tried: int | None = None  # step of the last fit, failed or not
 
     # -- listening ------------------------------------------------------------------------------------------------
 
@@ -137,8 +138,11 @@ class Engine:
         self.encoder.check_width(encoded)
         self.stream.add(trainer, self.roster.adapters, encoded)
 
-    def refit(self, trainer: pl.Trainer, module: pl.LightningModule, names: list[str]) -> list[str]:
+    def refit(
+        self, trainer: pl.Trainer, module: pl.LightningModule, names: list[str], *, record: bool = True
+    ) -> list[str]:
         """Fit the detectors of these names and return the names of those that failed."""
+        self._tried = trainer.global_step
         data, encoder = self._fit_data(trainer), self.encoder
         if self.roster.needs_parts and encoder.by_head and encoder.head is None:
             data.find_head()
@@ -152,7 +156,7 @@ class Engine:
         outcomes = refit.finish(adapters, trainer, data, self.monitor.seed)
         if trainer.check_val_every_n_epoch is None:
             self.stream.refit = None
-        for name, outcome in outcomes.items():
+        for name, outcome in outcomes.items() if record else ():
             self.journal.record(trainer, name, "", "fit_seconds", outcome.seconds)
         for problem in self.roster.note(outcomes, epoch=trainer.current_epoch, step=trainer.global_step):
             self.complain(problem)
@@ -163,6 +167,26 @@ class Engine:
             for encoded, positions in batches:
                 self.encoder.check_width(encoded)
                 yield encoded, positions
+
+    def refit_unscored(self, trainer: pl.Trainer, module: pl.LightningModule, *, record: bool = True) -> None:
+        """Fit the detectors to weights that no validation has fitted them to, so that checkpoints hold them fitted."""
+        if trainer.global_step in (self._tried, *(when["step"] for when in self.roster.fitted.values())):
+            return
+        if self.monitor.refit == "stream" and self.stream.refit is None:
+            if not self.roster.fitted:
+                given = f"warmup_epochs={self.monitor.warmup_epochs}, every_n_epochs={self.monitor.every_n_epochs}"
+                self.complain(f"the training ended before the detectors were due to be fitted: {given}.", once=True)
+            return
+        with as_validation(trainer):
+            self.refit(trainer, module, list(self.roster.detectors), record=record)
+        if not has_validation(trainer):
+            self.complain("there is no validation: the detectors are fitted and saved, but not scored.", once=True)
+        elif not any(row["ood"] for row in self.journal.rows):
+            self.complain(
+                "the training ended before the detectors were due to be scored: they are fitted to its final weights "
+                "and saved, but not scored.",
+                once=True,
+            )
 
     def _fit_data(self, trainer: pl.Trainer) -> DataSource:
         given = self.monitor

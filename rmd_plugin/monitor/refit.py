@@ -202,8 +202,8 @@ class TrainingStream:
         start, rank, world = self._seen, trainer.global_rank, trainer.world_size
         self._seen += len(encoded)
         positions = torch.arange(start, self._seen) * world + rank
-        loaders = training_loaders(trainer)
-        keep = own_samples(loaders[0], start, len(encoded), rank=rank, world=world) if len(loaders) == 1 else None
+        [loader] = training_loaders(trainer)
+        keep = own_samples(loader, start, len(encoded), rank=rank, world=world)
         if keep is not None:
             encoded, positions = encoded.select(keep), positions[keep]
         self.refit.update(encoded, positions)

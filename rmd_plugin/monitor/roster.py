@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 from pytorch_ood.api import Detector
@@ -165,7 +166,7 @@ def _read(specs: Any) -> dict[str, Spec]:
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f"the name of a detector must be a text without '/', got {name!r}.")
         if isinstance(spec, str):
-            spec = getattr(rmd_plugin, spec)()
+            spec = resolve_name(spec) if "." in spec else getattr(rmd_plugin, spec)()
         if not isinstance(spec, Detector) and not callable(spec):
             raise TypeError(
                 f"{name!r} must be a pytorch_ood Detector, a class of one, or a function that makes one from the "

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import rmd_plugin
 from rmd_plugin.detectors.base import load_detector
-from rmd_plugin.detectors.files import check_zip, naming
+from rmd_plugin.monitor.inert import Checkpoint
 
 #: what every state begins with
 HEADER = {"kind": "rmd_plugin.OODMonitor", "format": 1}
@@ -32,12 +32,13 @@ _DETECTOR = "__detector__"
 
 
 def monitor_states(path: str | PathLike[str], map_location: str | torch.device) -> dict[str, dict[str, Any]]:
-    """The states of all monitors in a checkpoint, by the key of the callback."""
-    with naming(path), open(path, "rb") as stream:
-        check_zip(stream)
-    states = torch.load(path, map_location=map_location, weights_only=True).get("callbacks", {})
+    """The states of all monitors in a checkpoint, by the key of the callback. Nothing else of it is read or run."""
+    checkpoint = Checkpoint(path)
+    states = checkpoint.content.get("callbacks", {}) if isinstance(checkpoint.content, dict) else {}
     return {
-        key: state for key, state in states.items() if isinstance(state, dict) and state.get("kind") == HEADER["kind"]
+        key: checkpoint.plain(state, map_location)
+        for key, state in (states.items() if isinstance(states, dict) else ())
+        if isinstance(state, dict) and state.get("kind") == HEADER["kind"]
     }
 
 

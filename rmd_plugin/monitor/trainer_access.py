@@ -136,9 +136,10 @@ def training_set(trainer: pl.Trainer) -> DataLoader[Any]:
         f"{type(x).__name__} over {type(x.dataset).__name__}" if isinstance(x, DataLoader) else type(x).__name__
         for x in loaders
     )
+    way_out = ", or use refit='stream'" if len(loaders) == 1 else ""
     raise EncodingError(
-        f"expected one training DataLoader over a map-style dataset, got {found or 'none'}. Pass fit_loader=, give the "
-        "datamodule a fit_dataloader(), or use refit='stream'."
+        f"expected one training DataLoader over a map-style dataset, got {found or 'none'}. Pass fit_loader=, or give "
+        f"the datamodule a fit_dataloader(){way_out}."
     )
 
 
@@ -147,6 +148,12 @@ def has_validation(trainer: pl.Trainer) -> bool:
     # before the first validation its loaders are not there yet
     ready = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
     return trainer.enable_validation and (not ready or sum(trainer.num_val_batches) > 0)
+
+
+def ends_now(trainer: pl.Trainer) -> bool:
+    """Whether the epoch that ends is the last one by ``max_steps`` or ``max_epochs``, the same on every process."""
+    reached = ((trainer.global_step, trainer.max_steps), (trainer.current_epoch + 1, trainer.max_epochs))
+    return any(limit is not None and 0 <= limit <= count for count, limit in reached)
 
 
 @contextmanager

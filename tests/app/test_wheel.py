@@ -1,4 +1,4 @@
-"""In a fresh environment, from a wheel and from an editable install: the commands, and a Hydra app of somebody else."""
+"""In fresh environments, from wheel, sdist and editable install: the commands, and somebody else's Hydra app."""
 
 import subprocess
 import sys
@@ -11,6 +11,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
+#: the build tool comes with the extra dev
+OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index")
 
 
 def run(*command, cwd):
@@ -30,8 +32,16 @@ def clone(tmp_path_factory):
 @pytest.fixture(scope="module")
 def wheel(clone, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, clone, cwd=folder)
+    run(sys.executable, "-m", "pip", "wheel", "-q", *OFFLINE, "-w", folder, clone, cwd=folder)
     (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def sdist(clone, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=clone)
+    (built,) = folder.glob("*.tar.gz")
     return built
 
 
@@ -41,7 +51,7 @@ def environment(place, *install):
     python = place / "bin" / "python"
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=place).strip())
     (site / "borrowed.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n")
-    said = run(python, "-m", "pip", "install", "--no-deps", "--ignore-installed", *install, cwd=place)
+    said = run(python, "-m", "pip", "install", *OFFLINE, "--ignore-installed", *install, cwd=place)
     assert not [line for line in said.splitlines() if "warning" in line.lower() and "Location" not in line], said
     return python
 
@@ -49,6 +59,11 @@ def environment(place, *install):
 @pytest.fixture(scope="module")
 def from_wheel(wheel, tmp_path_factory):
     return environment(tmp_path_factory.mktemp("env"), wheel)
+
+
+@pytest.fixture(scope="module")
+def from_sdist(sdist, tmp_path_factory):
+    return environment(tmp_path_factory.mktemp("env"), sdist)
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +83,19 @@ def test_the_wheel_holds_all_of_the_package_and_the_configs_and_the_plugin_and_n
     assert {"rmd_plugin/conf/train.yaml", "rmd_plugin/py.typed", "hydra_plugins/rmd_plugin/search_path.py"} <= names
 
 
-def test_the_source_distribution_builds_the_same_wheel(clone, wheel, tmp_path):
-    pytest.importorskip("hatchling")
-    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, cwd=clone)
-    (source,) = tmp_path.glob("*.tar.gz")
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, source, cwd=tmp_path)
+def test_the_source_distribution_builds_the_same_wheel(sdist, wheel, tmp_path):
+    run(sys.executable, "-m", "pip", "wheel", "-q", *OFFLINE, "-w", tmp_path, sdist, cwd=tmp_path)
     (built,) = tmp_path.glob("*.whl")
     assert built.read_bytes() == wheel.read_bytes()
 
 
-@pytest.mark.parametrize("installed", ["from_wheel", "from_checkout"])
+@pytest.mark.parametrize("installed", ["from_wheel", "from_sdist", "from_checkout"])
 def test_a_foreign_hydra_app_has_the_monitor_by_name(request, installed, tmp_path):
     python, app = request.getfixturevalue(installed), ROOT / "examples/hydra_app/main.py"
+    plugin = run(
+        python, "-c", "import hydra_plugins.rmd_plugin.search_path as found; print(found.__file__)", cwd=tmp_path
+    )
+    assert plugin.startswith(str(python.parents[1]))  # not that of the environment whose torch is borrowed
     plain = run(python, app, f"hydra.run.dir={tmp_path}/plain", cwd=tmp_path)
     assert "ood/" not in plain
     assert "rmd-plugin" not in plain  # Hydra warns of a search path that is not there

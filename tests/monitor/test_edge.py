@@ -7,7 +7,7 @@ import oracle
 import pytest
 import torch
 from callback_kit import OOD, OTHER, TRAIN, VAL, Classifier, features_of, fit, loader, told, values
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_ood.detector import KNN, MaxSoftmax
 from torch.utils.data import Dataset
 
@@ -145,6 +145,88 @@ def test_without_validation_the_detectors_are_fitted_and_saved_and_one_warning_s
         z = features_of(module, OOD[0])
         expected = RMD().fit_features(features_of(module, TRAIN[0]), TRAIN[1]).predict_features(z)
         torch.testing.assert_close(monitor.detectors["rmd"].predict_features(z), expected)
+
+
+@pytest.mark.parametrize("refit", ["pass", "stream"])
+def test_a_training_that_ends_before_its_validation_is_fitted_to_its_final_weights(tmp_path, refit):
+    monitor, checkpoint = monitored(refit=refit), ModelCheckpoint(tmp_path, filename="end", save_last=True)
+    with pytest.warns(OODMonitorWarning, match="ended before the detectors were due to be scored") as caught:
+        run, module = fit(monitor, checkpoint, max_steps=4, max_epochs=-1)
+    assert len(told(caught)) == 1
+    assert [(row["step"], row["metric"]) for row in monitor.history] == [(4, "fit_seconds")]
+    run.save_checkpoint(tmp_path / "mine.ckpt")
+    z = features_of(module, OOD[0])
+    for name in ("end", "last", "mine"):
+        saved = OODMonitor.load_detectors(tmp_path / f"{name}.ckpt")["rmd"]
+        assert torch.equal(saved.predict_features(z), monitor.detectors["rmd"].predict_features(z))
+    if refit == "pass":
+        expected = RMD().fit_features(features_of(module, TRAIN[0]), TRAIN[1]).predict_features(z)
+        torch.testing.assert_close(monitor.detectors["rmd"].predict_features(z), expected)
+
+
+def test_the_last_weights_are_fitted_to_whenever_the_training_ends():
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, *rest):
+            trainer.should_stop = trainer.global_step == 3
+
+    class StopAtTheEndOfAnEpoch(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            trainer.should_stop = True
+
+    def steps(*callbacks, every_n_epochs=1, **options):
+        monitor = monitored(every_n_epochs=every_n_epochs)
+        fit(monitor, *callbacks, **options)
+        return [row["step"] for row in monitor.history if row["metric"] == "fit_seconds"]
+
+    assert steps(Stop(), max_epochs=5) == [3]  # Lightning validates before it stops
+    assert steps(max_epochs=3, every_n_epochs=2) == [12, 18]
+    assert steps(StopAtTheEndOfAnEpoch(), max_epochs=5, every_n_epochs=1) == [6]
+    assert steps(max_epochs=2, val_check_interval=4) == [4, 10, 12]
+    assert steps(max_steps=9, max_epochs=-1) == [6, 9]
+    late = monitored(every_n_epochs=2)
+    with pytest.warns(OODMonitorWarning, match="before the detectors were due"):
+        _, module = fit(late, StopAtTheEndOfAnEpoch(), max_epochs=5)
+    z = features_of(module, OOD[0])
+    expected = RMD().fit_features(features_of(module, TRAIN[0]), TRAIN[1]).predict_features(z)
+    torch.testing.assert_close(late.detectors["rmd"].predict_features(z), expected)
+    with pytest.warns(OODMonitorWarning, match="there is no validation"):
+        assert steps(max_steps=4, max_epochs=-1, limit_val_batches=0) == [4]
+
+
+def test_a_stream_that_never_began_is_told():
+    monitor = monitored(refit="stream", warmup_epochs=3)
+    with pytest.warns(OODMonitorWarning, match="due to be fitted: warmup_epochs=3") as caught:
+        fit(monitor)
+    assert len(told(caught)) == 1
+
+
+def test_a_fit_that_failed_at_the_last_validation_is_not_tried_again():
+    class Fails(Mahalanobis):
+        def fit_moments(self, moments):
+            raise ArithmeticError("no")
+
+    monitor = OODMonitor({"md": Fails()}, "model.fc", {"svhn": loader(OOD)})
+    with pytest.warns(OODMonitorWarning) as caught:
+        fit(monitor)
+    assert len(told(caught)) == 1
+
+
+@pytest.mark.parametrize("names", [[0, 1], ["a", "b"]])
+def test_several_training_dataloaders_are_refused_with_a_way_that_works(names):
+    class Both(Classifier):
+        def training_step(self, batch, batch_idx):
+            return sum(super(Both, self).training_step(batch[name], batch_idx) for name in names)
+
+    loaders = [loader(TRAIN), loader(first(TRAIN, 40))]
+    train = dict(zip(names, loaders, strict=True)) if "a" in names else loaders
+    with pytest.raises(EncodingError, match=r"stream.* 2 training dataloaders.*Use refit='pass' with fit_loader="):
+        fit(monitored(refit="stream"), module=Both(), train=train)
+    with pytest.raises(EncodingError, match=r"expected one training DataLoader.* got .* Pass fit_loader=") as caught:
+        fit(monitored(), module=Both(), train=train)
+    assert "stream" not in str(caught.value)
+    monitor = monitored(fit_loader=loader(TRAIN))
+    _, module = fit(monitor, module=Both(), train=train)
+    assert values(monitor)["rmd", "svhn"] == pytest.approx(auroc_of(module), abs=1e-12)
 
 
 def test_no_validation_is_not_confused_with_validation_that_is_still_to_come():
