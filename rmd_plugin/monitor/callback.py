@@ -150,7 +150,7 @@ class OODMonitor(Callback):
         if stage not in STAGES.values():
             return
         self.head = self._given_head
-        self._engine.datamodule_ood = None
+        self._engine.datamodule_ood = self._engine.fit_step = None
         self._resuming, self._loaded = stage == "fit", False
         try:
             self._engine.new_encoder(pl_module)
@@ -267,6 +267,7 @@ class OODMonitor(Callback):
         self._loaded, self._engine.saved_head = True, state_dict["head"]
         self._engine.stream.saved = list(state_dict["stream"])
         self._engine.roster.load_state_dict(state_dict, resuming=self._resuming)
+        self._engine.fit_step = max((when["step"] for when in self._engine.roster.fitted.values()), default=None)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

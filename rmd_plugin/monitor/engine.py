@@ -52,7 +52,7 @@ class Engine:
         self._evaluation: Evaluation | None = None
         self._seen: defaultdict[int, int] = defaultdict(int)  # samples of each evaluation dataloader
         self._told: set[str] = set()
-        self._tried: int | None = None  # step of the last fit, failed or not
+        self.fit_step: int | None = None  #: of the last fit in this training, failed or not
 
     # -- listening ------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Engine:
         self, trainer: pl.Trainer, module: pl.LightningModule, names: list[str], *, record: bool = True
     ) -> list[str]:
         """Fit the detectors of these names and return the names of those that failed."""
-        self._tried = trainer.global_step
+        self.fit_step = trainer.global_step
         data, encoder = self._fit_data(trainer), self.encoder
         if self.roster.needs_parts and encoder.by_head and encoder.head is None:
             data.find_head()
@@ -170,7 +170,7 @@ class Engine:
 
     def refit_unscored(self, trainer: pl.Trainer, module: pl.LightningModule, *, record: bool = True) -> None:
         """Fit the detectors to weights that no validation has fitted them to, so that checkpoints hold them fitted."""
-        if trainer.global_step in (self._tried, *(when["step"] for when in self.roster.fitted.values())):
+        if trainer.global_step == self.fit_step:
             return
         if self.monitor.refit == "stream" and self.stream.refit is None:
             if not self.roster.fitted:

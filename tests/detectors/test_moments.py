@@ -148,7 +148,7 @@ def test_bad_values_of_ood_samples_do_not_matter(blobs):
 @pytest.mark.parametrize(
     ("features", "labels", "error", "message"),
     [
-        (torch.zeros(4, 3), torch.full((4,), 0.5), ValueError, "0.5"),
+        (torch.zeros(4, 3), torch.full((4,), 0.5), TypeError, "with the value 0.5"),
         (torch.zeros(4, 3), torch.zeros(3).long(), ValueError, r"shape \(4,\), one per sample, got \(3,\)"),
         (torch.zeros(4, 3), torch.zeros(4, 1).long(), ValueError, r"got \(4, 1\)"),
         (torch.zeros(4, 3), [0, 0, 0, 0], TypeError, "must be integers .* got list"),

@@ -99,9 +99,9 @@ def test_one_forward_pass_serves_all_detectors_and_validation_needs_no_second_on
     fit(OODMonitor(detectors, head="model.fc", ood={"svhn": loader(OOD)}), module=module)
     # training, the pass of the refit, validation, OOD
     assert calls == 2 * len(TRAIN[1]) + len(VAL[1]) + len(OOD[1])
-    module.calls = 0
+    calls = 0
     fit(OODMonitor(detectors, head="model.fc", ood={"svhn": loader(OOD)}, refit="stream"), module=module)
-    assert module.calls == len(TRAIN[1]) + len(VAL[1]) + len(OOD[1])
+    assert calls == len(TRAIN[1]) + len(VAL[1]) + len(OOD[1])
 
 
 def test_detectors_with_the_same_options_share_their_moments():

@@ -1,6 +1,7 @@
 """Unusual runs: sanity check, limits, several validations, none at all, and failures."""
 
 import signal
+from contextlib import nullcontext
 
 import callback_kit as kit
 import oracle
@@ -227,6 +228,19 @@ def test_several_training_dataloaders_are_refused_with_a_way_that_works(names):
     monitor = monitored(fit_loader=loader(TRAIN))
     _, module = fit(monitor, module=Both(), train=train)
     assert values(monitor)["rmd", "svhn"] == pytest.approx(auroc_of(module), abs=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"limit_val_batches": 0}, {"max_steps": 4, "max_epochs": -1}])
+def test_a_monitor_that_is_used_again_is_fitted_to_the_new_weights(options):
+    monitor = monitored()
+    for seed in (1, 2):
+        module = Classifier()
+        torch.nn.init.normal_(module.model.body[0].weight, generator=torch.Generator().manual_seed(seed))
+        with pytest.warns(OODMonitorWarning) if seed == 1 else nullcontext():  # told once
+            fit(monitor, module=module, **options)
+        z = features_of(module, OOD[0])
+        expected = RMD().fit_features(features_of(module, TRAIN[0]), TRAIN[1]).predict_features(z)
+        torch.testing.assert_close(monitor.detectors["rmd"].predict_features(z), expected)
 
 
 def test_no_validation_is_not_confused_with_validation_that_is_still_to_come():
