@@ -52,6 +52,7 @@ def test_the_environment_is_not_read(text):
         check_config({"logger": {"uri": [text]}}, "config.yaml")
 
 
+@pytest.mark.slow
 def test_every_shipped_experiment_and_choice_passes_as_it_is_kept():
     words = [[f"experiment={path.relative_to(config_kit.CONF / 'experiment').with_suffix('')}"]
              for path in (config_kit.CONF / "experiment").rglob("*.yaml") if not path.name.startswith("_")]  # fmt: skip

@@ -152,6 +152,7 @@ def bombs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "read"),
     [
@@ -170,6 +171,7 @@ def test_a_small_file_does_not_take_much_memory(bombs, name, read):
     assert "RMD_MAX_GIB=1" in message
 
 
+@pytest.mark.slow
 def test_the_limit_can_be_raised_by_one_variable(bombs, monkeypatch):
     monkeypatch.setenv("RMD_MAX_GIB", "1")
     assert len(read_npz(bombs / "a.npz")["x"]) == 200 * MIB

@@ -385,6 +385,7 @@ def test_the_seed_reaches_the_simulation(hydra, tmp_path, monkeypatch):
     assert seen[0] != seen[7]
 
 
+@pytest.mark.slow
 def test_simulation_from_the_command_to_the_document(tmp_path, monkeypatch):
     words = ["study=simulation", *toy_simulation(), f"document={tmp_path}/docs/R.md", f"output={tmp_path}/small"]
     assert config_kit.call(reproduce.main, monkeypatch, "rmd-reproduce", *words) == 0
@@ -401,6 +402,7 @@ def test_simulation_from_the_command_to_the_document(tmp_path, monkeypatch):
     assert "rmd-reproduce study=simulation scale=small simulation.dim=16 simulation.n_train=60" in document
 
 
+@pytest.mark.slow
 def test_a_study_trains_its_cell_once_and_goes_on_without_missing_data(hydra, tmp_path, monkeypatch):
     """Without data the genomics cell is left out and said so; digits is trained, kept, and found the second time."""
     monkeypatch.delenv("RMD_DATA_DIR", raising=False)
