@@ -87,10 +87,14 @@ def test_rmd_is_mahalanobis_minus_marginal(make, covariance):
 
 
 @every_singular_case
-def test_distances_are_those_of_the_pseudo_inverses(make):
+def test_distances_are_those_of_the_textbook_where_the_classes_vary(make):
     z, y, x = make()
     means, sigma, mu_0, sigma_0, _ = oracle.moments(z, y)
-    inverse, inverse_0 = (np.linalg.pinv(s, rcond=len(s) * 2.3e-16, hermitian=True) for s in (sigma, sigma_0))
+    inverse = np.linalg.pinv(sigma, rcond=len(sigma) * 2.3e-16, hermitian=True)
+    # an orthonormal basis of the range of Sigma: MD_0 is the ordinary distance in these coordinates
+    variances, vectors = np.linalg.eigh(sigma)
+    basis = vectors[:, variances > len(sigma) * 2.3e-16 * variances.max()]
+    inverse_0 = basis @ np.linalg.inv(basis.T @ sigma_0 @ basis) @ basis.T
 
     def distance(mu, inverse):
         centred = np.asarray(x) - mu
@@ -102,6 +106,20 @@ def test_distances_are_those_of_the_pseudo_inverses(make):
     assert_close(classes.predict_features(x), md, 1e-6)
     assert_close(background.predict_features(x), md_0, 1e-6)
     assert_close(rmd.predict_features(x), md - md_0, 1e-6)
+
+
+def test_with_few_samples_ood_samples_do_not_look_like_id_ones():
+    generator = torch.Generator().manual_seed(0)
+    centres = 3 * torch.randn(20, 64, generator=generator)  # half of them are ID classes
+
+    def draw(classes, count):
+        y = classes[torch.arange(len(classes) * count) % len(classes)]
+        return centres[y] + torch.randn(len(y), 64, generator=generator), y
+
+    z, y = draw(torch.arange(10), 5)  # 50 samples of 64 features
+    new, ood = draw(torch.arange(10), 30)[0], draw(torch.arange(10, 20), 30)[0]
+    rmd = RMD().fit_features(z, y)
+    assert oracle.auroc(rmd.predict_features(new), rmd.predict_features(ood)) > 0.9
 
 
 def exact(z, y, x):
