@@ -38,10 +38,11 @@ def test_on_intents_rmd_is_clearly_above_md_and_dead_dimensions_do_no_harm(inten
     assert select(result.rows, metric="ACC")[0].value > 0.85
     assert area(result, "rmd", "oos_test") > area(result, "mahalanobis", "oos_test") + 0.02
     assert area(result, "rmd", "oos_test") > 0.9
-    # MiniLM has three dimensions that never move; the table says what was done about them
-    assert intents.features(TRAIN).features.double().std(0).topk(3, largest=False).values.max() < 1e-7
+    # MiniLM has two dimensions that never move, and one that moves by 1e-9 and counts like any other: units are no reason
+    deviations = intents.features(TRAIN).features.double().std(0).sort().values
+    assert deviations[1] < 1e-30 < deviations[2] < 1e-7
     for detector in OURS:
-        assert "rank 381 of 384" in select(result.rows, detector=detector, metric="AUROC")[0].reason
+        assert "rank 382 of 384" in select(result.rows, detector=detector, metric="AUROC")[0].reason
 
 
 def test_tokens_have_no_gradient_and_the_table_says_so(intents):
