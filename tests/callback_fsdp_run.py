@@ -47,15 +47,15 @@ class Net(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        return self.fc(self.body(x)) * (1 + self.calls % 3)
+        return self.fc(self.body(x)) * (1 + self.calls % 5)
 
 
 class Sharded(kit.Integers):
-    """The layers of a network, each a group of its own, and the rest."""
+    """Its layers are groups of their own; in a ``training`` the head belongs to the outermost group."""
 
     def __init__(self, lr=0.0, training=False, bad=None):
         super().__init__()
-        self.lr, self.bad = lr, bad
+        self.lr, self.training_run, self.bad = lr, training, bad
         if training:
             self.body = self.fc = nn.Identity()
             torch.manual_seed(0)
@@ -66,7 +66,7 @@ class Sharded(kit.Integers):
 
     def configure_model(self):
         if torch.distributed.is_initialized() and not hasattr(self.model, "reshard"):
-            for layer in self.model.children():
+            for layer in list(self.model.children())[: 1 if self.training_run else None]:
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
             fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
@@ -91,6 +91,16 @@ class Broken(TensorDataset):
         if index in (101, 3):
             raise OSError("a bad sample")
         return super().__getitem__(index)
+
+
+class Look(pl.Callback):
+    """Whether the weights are sharded where other people's callbacks may look at them."""
+
+    def __init__(self):
+        self.sharded = []
+
+    def on_validation_epoch_start(self, trainer, module):
+        self.sharded.append([hasattr(p, "full_tensor") for p in module.parameters()])
 
 
 def trainer_of(strategy, *callbacks, **options):
@@ -124,10 +134,10 @@ def compare(strategy, folder):
 
 def train(strategy, folder, *monitors):
     """The weights after a training in which the number of forward passes and running statistics matter."""
-    module = Sharded(lr=0.01, training=True)
-    trainer_of(strategy, *monitors).fit(module, data("train", 10, shuffle=True), data("val"))
+    module, look = Sharded(lr=0.01, training=True), Look()
+    trainer_of(strategy, *monitors, look).fit(module, data("train", 10, shuffle=True), data("val"))
     sharded = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters()]
-    return [p.detach().clone() for p in (*sharded, *module.buffers())], module.model.calls
+    return [p.detach().clone() for p in (*sharded, *module.buffers())], (module.model.calls, look.sharded)
 
 
 def broken(strategy, folder):
@@ -139,6 +149,15 @@ def broken(strategy, folder):
     well = OODMonitor({"rmd": kit.Keeping()}, "model.1", {"near": data("near"), "bad": bad}, prefix="well")
     trainer_of(strategy, sick, well, max_epochs=1).fit(Sharded(), data("train"), data("val"))
     return {monitor.prefix: monitor.history for monitor in (sick, well)}
+
+
+def evaluate(strategy, folder):
+    """The detectors of a sharded checkpoint, which another OODMonitor reads."""
+    monitor = OODMonitor(
+        {"rmd": kit.Keeping(shrinkage=0.1), "vim": partial(ViM, d=4)}, "model.1", {"near": data("near")}
+    )
+    trainer_of(strategy, monitor).validate(Sharded(), data("val"), ckpt_path=f"{folder}/checkpoints/last.ckpt")
+    return monitor.history
 
 
 def main(scenario, folder):
@@ -154,6 +173,7 @@ def main(scenario, folder):
         ]
         found = {"plain": train("fsdp2", folder), "monitored": train("fsdp2", folder, *monitors)}
         found["broken"] = broken("fsdp2", folder)
+        found["evaluated"] = evaluate("fsdp2", folder)
         torch.save(found, f"{folder}/more-{kit.rank()}.pt")
     else:  # a forward pass fails on this rank, in the middle of an OOD set
         monitor = OODMonitor({"rmd": kit.Keeping(shrinkage=0.1)}, "model.1", {"near": data("near", 7)})

@@ -71,9 +71,9 @@ def test_every_sample_counts_once(single, double):
 @pytest.mark.ddp
 def test_sharded_training_is_the_same_with_the_monitor_bit_for_bit(double):
     for more in double[2]:
-        (plain, calls), (monitored, their_calls) = more["plain"], more["monitored"]
+        (plain, state), (monitored, their_state) = more["plain"], more["monitored"]
         assert len(plain) > 6
-        assert calls == their_calls
+        assert state == their_state  # calls, and what of the weights is gathered
         for mine, theirs in zip(plain, monitored, strict=True):
             assert torch.equal(mine, theirs)
 
@@ -89,6 +89,16 @@ def test_a_bad_sample_on_one_process_is_nan_on_all(double):
         assert lost[("sick", "near")]
         assert lost[("well", "bad")]
         assert not lost[("well", "near")]
+
+
+@pytest.mark.ddp
+def test_the_detectors_of_a_sharded_checkpoint_are_evaluated(single, double):
+    last = {(row["detector"], row["ood"], row["metric"]): row["value"] for row in single["ood"]["rows"]}
+    for more in double[2]:
+        rows = [row for row in more["evaluated"] if row["stage"] == "validate" and row["ood"] == "near"]
+        assert {row["detector"] for row in rows} == {"rmd", "vim"}
+        for row in rows:
+            assert row["value"] == pytest.approx(last[row["detector"], "near", row["metric"]], abs=1e-6)
 
 
 @pytest.mark.ddp
