@@ -34,7 +34,7 @@ class OODMonitor(Callback):
     """Fits OOD detectors on the training features at each validation, scores them, and logs the metrics.
 
     The module needs no change. Training with the monitor gives the same weights as without it, bit for bit. Under DDP
-    every sample counts once, whatever the number of processes. Logged are, for each detector and OOD set,
+    and FSDP2 (``ModelParallelStrategy``) every sample counts once. Logged are, for each detector and OOD set,
     ``ood/<detector>/<set>/{AUROC,AUPR-IN,AUPR-OUT,FPR95TPR}``, their mean over the sets as ``ood/<detector>/mean/...``,
     and ``ood/<detector>/fit_seconds``; ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them. The fitted detectors
     and the history travel in the Lightning checkpoint.
