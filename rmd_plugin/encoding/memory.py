@@ -94,7 +94,9 @@ class _Memory:
             yield from self._look_at_attributes(thing, where, own)
 
     def _look_at_attributes(self, thing: Any, where: str, own: bool) -> Iterator[tuple[Any, str, bool]]:
-        package = type(thing).__module__.partition(".")[0]
+        # FSDP2 makes a class of its own from that of each module
+        kinds = (kind.__module__ for kind in type(thing).__mro__)
+        package = next(kind for kind in kinds if not kind.startswith("torch.distributed.")).partition(".")[0]
         if package in sys.stdlib_module_names or package in _FOREIGN - {"torch"}:
             return
         values = vars(thing)

@@ -19,6 +19,7 @@ from rmd_plugin.monitor.evaluation import check_names
 from rmd_plugin.monitor.inert import CheckpointError
 from rmd_plugin.monitor.journal import STAGES
 from rmd_plugin.monitor.lightning_roots import Callback, builds_itself
+from rmd_plugin.monitor.lockstep import check_strategy
 from rmd_plugin.monitor.roster import Spec
 from rmd_plugin.monitor.snapshot import HEADER, build_detector, check_format, monitor_states, restore_snapshot
 from rmd_plugin.monitor.trainer_access import ends_now, has_validation, training_loaders
@@ -33,7 +34,7 @@ class OODMonitor(Callback):
     """Fits OOD detectors on the training features at each validation, scores them, and logs the metrics.
 
     The module needs no change. Training with the monitor gives the same weights as without it, bit for bit. Under DDP
-    every sample counts once, whatever the number of processes. Logged are, for each detector and OOD set,
+    and FSDP2 (``ModelParallelStrategy``) every sample counts once. Logged are, for each detector and OOD set,
     ``ood/<detector>/<set>/{AUROC,AUPR-IN,AUPR-OUT,FPR95TPR}``, their mean over the sets as ``ood/<detector>/mean/...``,
     and ``ood/<detector>/fit_seconds``; ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them. The fitted detectors
     and the history travel in the Lightning checkpoint.
@@ -146,9 +147,11 @@ class OODMonitor(Callback):
     # -- setup --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the name of the head, unless the module is still to be built."""
+        """Check the strategy, and the name of the head, unless the module is still to be built."""
         if stage not in STAGES.values():
             return
+        if untested := check_strategy(trainer):
+            self._engine.complain(untested, once=True)
         self.head = self._given_head
         self._engine.datamodule_ood = self._engine.fit_step = None
         self._resuming, self._loaded = stage == "fit", False
@@ -160,13 +163,13 @@ class OODMonitor(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put the hooks in place."""
-        self._engine.attach(pl_module)
+        self._engine.attach(trainer, pl_module)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put the hooks in place, if this is not part of a fit."""
         if trainer.state.fn != TrainerFn.FITTING and not self._loaded and trainer.ckpt_path:
             self._load_checkpoint(str(trainer.ckpt_path))  # Lightning restores callbacks here only since 2.6
-        self._engine.attach(pl_module)
+        self._engine.attach(trainer, pl_module)
         self._engine.check_dataloaders(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

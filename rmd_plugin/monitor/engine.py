@@ -21,6 +21,7 @@ from rmd_plugin.encoding.batches import Encoded, EncodingError
 from rmd_plugin.encoding.isolation import isolated_rng, visiting
 from rmd_plugin.monitor.evaluation import Evaluation, check_names
 from rmd_plugin.monitor.journal import Journal
+from rmd_plugin.monitor.lockstep import in_lockstep
 from rmd_plugin.monitor.refit import Refit, TrainingStream
 from rmd_plugin.monitor.roster import Roster, Spec, parts_of
 from rmd_plugin.monitor.sharding import own_samples
@@ -68,14 +69,22 @@ class Engine:
         given = self.monitor
         return BatchEncoder(module, given.head, encoder=given.encoder, forward=given.forward, labels=given.labels)
 
-    def attach(self, module: pl.LightningModule) -> None:
+    def attach(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Build the detectors and get ready to listen."""
         if self._encoder is not None:
             return
         encoder = self.new_encoder(module)
         self._build(module, encoder)
         adapters = self.roster.adapters
-        on_inputs = [name for name, found in adapters.items() if found.fitted_on is Representation.INPUTS]
+        inputs = Representation.INPUTS
+        on_inputs = [name for name, found in adapters.items() if found.fitted_on is inputs]
+        running = [name for name, found in adapters.items() if found.scored_on is inputs or name in on_inputs]
+        if running and in_lockstep(trainer):
+            raise ValueError(
+                f"{', '.join(running)} would run the network, which under {type(trainer.strategy).__name__} all "
+                "processes do together: an error on one would leave the others waiting. Take detectors on features "
+                "or logits."
+            )
         if self.monitor.refit == "stream" and on_inputs:
             raise ValueError(
                 f"refit='stream' has no inputs to fit {', '.join(on_inputs)} on. Use refit='pass', or a second "

@@ -13,6 +13,7 @@ import rmd_plugin
 from rmd_plugin.compare.adapters import Adapter, NetworkParts, NotSupported, adopt, build, detector_class
 from rmd_plugin.encoding.batch_encoder import BatchEncoder
 from rmd_plugin.encoding.batches import EncodingError
+from rmd_plugin.monitor.lockstep import whole
 from rmd_plugin.monitor.refit import FitOutcome
 from rmd_plugin.monitor.snapshot import restore_snapshot, take_snapshot
 
@@ -152,7 +153,7 @@ def parts_of(encoder: BatchEncoder, *, head: str | None, seed: int) -> NetworkPa
         model = None
     if not isinstance(layer, nn.Linear):
         return NetworkParts(model=model, seed=seed)
-    return NetworkParts(layer.in_features, layer.out_features, head=layer, model=model, seed=seed)
+    return NetworkParts(layer.in_features, layer.out_features, head=whole(layer), model=model, seed=seed)
 
 
 def _read(specs: Any) -> dict[str, Spec]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from inspect import isroutine
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ _DETECTOR = "__detector__"
 
 def monitor_states(path: str | PathLike[str], map_location: str | torch.device) -> dict[str, dict[str, Any]]:
     """The states of all monitors in a checkpoint, by the key of the callback. Nothing else of it is read or run."""
-    checkpoint = Checkpoint(path)
+    # sharded ones are folders, in which this file holds all but the weights
+    checkpoint = Checkpoint(Path(path, "meta.pt") if Path(path).is_dir() else path)
     states = checkpoint.content.get("callbacks", {}) if isinstance(checkpoint.content, dict) else {}
     return {
         key: checkpoint.plain(state, map_location)

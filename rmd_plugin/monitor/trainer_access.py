@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from rmd_plugin.encoding.batches import Encoded, EncodingError, batch_inputs
 from rmd_plugin.encoding.isolation import visiting
 from rmd_plugin.encoding.loop import encode_batches
 from rmd_plugin.encoding.memory import put_back
-from rmd_plugin.monitor.sharding import shard
+from rmd_plugin.monitor.lockstep import ending_all, in_lockstep, left_sharded, same_number
+from rmd_plugin.monitor.sharding import Shard, shard
 
 
 @dataclass
@@ -41,7 +42,8 @@ class DataSource:
         """Encode one batch, from which the encoder learns where the head is. Data that cannot be read tell nothing."""
         with closing(replace(self, limit=1).batches()) as batches:
             try:
-                next(batches, None)
+                for _ in batches:
+                    pass  # to its end, which all processes may have to reach together
             except EncodingError:
                 raise
             except Exception:
@@ -52,20 +54,35 @@ class DataSource:
 
         The module and all random states are afterwards as they were. Close the iterator if you leave it early.
         """
-        trainer, seen = self.trainer, 0
+        trainer, module, seen, together = self.trainer, self.trainer.lightning_module, 0, in_lockstep(self.trainer)
+        share: Shard
 
-        def encode(batch: Any) -> Encoded:
-            batch = transfer(trainer, batch)
-            with trainer.precision_plugin.forward_context():
-                return self.encoder(batch)
-
-        with visiting(trainer.lightning_module, self.seed), torch.inference_mode(False), torch.no_grad():
+        def read() -> Generator[Any, None, None]:
+            nonlocal share
             rank, world, source = trainer.global_rank, trainer.world_size, self._source()
             share = shard(source, rank=rank, world=world, limit=self.limit, seed=self.seed)
             with self._untouched(source):
-                for number, encoded in enumerate(encode_batches(encode, share.batches)):
+                for batch in share.batches:
+                    yield transfer(trainer, batch)
+
+        def encode(given: tuple[Any, bool]) -> Encoded:
+            batch, own = given
+            with trainer.precision_plugin.forward_context(), ending_all(trainer) if together else nullcontext():
+                encoded = self.encoder(batch)
+            return encoded if own else encoded.select(slice(0))
+
+        with (
+            visiting(module, self.seed),
+            left_sharded(module),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            closing(read()) as batches,
+        ):
+            pairs = same_number(batches, trainer) if together else ((batch, True) for batch in batches)
+            for number, encoded in enumerate(encode_batches(encode, pairs)):
+                if len(encoded):
                     yield encoded, share.positions(number, seen, len(encoded))
-                    seen += len(encoded)
+                seen += len(encoded)
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         """All of the data as pairs (x, y), the same on every process, for detectors that are fitted on inputs."""
