@@ -38,7 +38,7 @@ def test_on_intents_rmd_is_clearly_above_md_and_dead_dimensions_do_no_harm(inten
     assert select(result.rows, metric="ACC")[0].value > 0.85
     assert area(result, "rmd", "oos_test") > area(result, "mahalanobis", "oos_test") + 0.02
     assert area(result, "rmd", "oos_test") > 0.9
-    # MiniLM has two dimensions that never move, and one that moves by 1e-9 and counts like any other: units are no reason
+    # MiniLM has two dimensions that never move, and one that moves by 1e-9 and counts like any other
     deviations = intents.features(TRAIN).features.double().std(0).sort().values
     assert deviations[1] < 1e-30 < deviations[2] < 1e-7
     for detector in OURS:
