@@ -32,6 +32,7 @@ DISTRIBUTIONS = {
     "google.protobuf": "protobuf",
     "google_crc32c": "google-crc32c",
     "hydra": "hydra-core",
+    "lightning_fabric": "pytorch-lightning",  # has both
     "open_clip": "open-clip-torch",
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
