@@ -8,6 +8,7 @@ on the command line, or ``load_run(cfg, trust_config=True)``, lifts this; the co
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,6 @@ from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
-from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from rmd_plugin.untrusted import DataFormatError, read_mapping, read_text
@@ -120,7 +120,7 @@ def _may_make(target: object) -> bool:
     if not isinstance(target, str) or not _inside(target, _SPELLED):
         return False
     try:
-        found = get_object(target)
+        found = pkgutil.resolve_name(target)
     except Exception:  # whatever keeps it from being found
         return False
     # where it is defined counts: rmd_plugin.x.os.system is spelled as one of ours
