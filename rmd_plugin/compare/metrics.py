@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pytorch_ood.metrics.functional import aupr, auroc, fpr_at_tpr
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
+from typing_extensions import Self
 
 from rmd_plugin.compare.rows import AUROC, FPR95
+from rmd_plugin.detectors.score_metric import ScoreMetric
 from rmd_plugin.encoding.features import check_labels
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ def compare_scores(id_scores: Tensor, ood_scores: Tensor) -> dict[str, Tensor]:
     return dict(zip(METRICS, values, strict=True))
 
 
-class OODScores(Metric):
+class OODScores(ScoreMetric):
     """Collects the scores of one detector and compares ID samples with one or more OOD sets.
 
     Args:
@@ -74,18 +76,14 @@ class OODScores(Metric):
         1.0
     """
 
-    full_state_update: bool = False
-    is_differentiable: bool = False
     plot_lower_bound: float = 0.0
     plot_upper_bound: float = 1.0
     scores: list[Tensor]
     groups: list[Tensor]
 
     def __init__(self, ood: Sequence[str] = ("ood",), **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__({"scores": torch.float64, "groups": torch.long}, **kwargs)
         self.ood = check_set_names(ood)
-        self.add_state("scores", [], dist_reduce_fx="cat")
-        self.add_state("groups", [], dist_reduce_fx="cat")
 
     def update(self, scores: Tensor, labels: Tensor, ood: str | None = None) -> None:
         """Add a batch.
@@ -101,13 +99,8 @@ class OODScores(Metric):
         name = self.ood[0] if ood is None else ood
         if name not in self.ood:
             raise ValueError(f"there is no OOD set {name!r}. Expected one of: {', '.join(self.ood)}.")
-        # MPS has no float64; float64 keeps the order and the ties of scores of any precision
-        device = scores.device if scores.device.type != "mps" else torch.device("cpu")
-        with torch.inference_mode(False):
-            scores = scores.detach().to(device, torch.float64, copy=True)
-            group = torch.full_like(scores, self.ood.index(name) + 1, dtype=torch.long)
-            self.scores.append(scores.to(self.device))
-            self.groups.append(group.masked_fill_(labels.to(device) >= 0, 0).to(self.device))
+        group = torch.full_like(labels, self.ood.index(name) + 1).masked_fill_(labels >= 0, 0)
+        self.append(scores=scores, groups=group)
 
     def compute(self) -> dict[str, Tensor]:
         """The metrics of each OOD set that has samples, and their mean, over all processes together.
@@ -135,29 +128,10 @@ class OODScores(Metric):
         with self.sync_context(dist_sync_fn=self.dist_sync_fn):
             return self._split()
 
-    def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
-        """Add the scores that another :class:`OODScores` of the same OOD sets has seen.
-
-        Args:
-            incoming_state: the metric, or a dict with its states ``scores`` and ``groups``, as lists or tensors.
-        """
-        if isinstance(incoming_state, OODScores):
-            if incoming_state.ood != self.ood:
-                mine, theirs = ", ".join(self.ood), ", ".join(incoming_state.ood)
-                raise ValueError(f"the scores are of the OOD sets {mine}, but those to merge are of {theirs}.")
-            count, incoming_state = incoming_state.update_count, incoming_state.metric_state
-        elif isinstance(incoming_state, dict):
-            count = 1
-        else:
-            raise ValueError(f"expected an OODScores, or a dict with its states, got {type(incoming_state).__name__}.")
-        if not {"scores", "groups"} <= incoming_state.keys():
-            raise ValueError(f"expected the states scores and groups, got {', '.join(incoming_state) or 'none'}.")
-        if len(incoming_state["scores"]):
-            # torchmetrics' own leaves the count and a computed value as they were
-            self.scores.append(dim_zero_cat(incoming_state["scores"]).to(self.device, torch.float64, copy=True))
-            self.groups.append(dim_zero_cat(incoming_state["groups"]).to(self.device, torch.long, copy=True))
-            self._update_count += count
-            self._computed = None
+    def _check_alike(self, other: Self) -> None:
+        if other.ood != self.ood:
+            mine, theirs = ", ".join(self.ood), ", ".join(other.ood)
+            raise ValueError(f"the scores are of the OOD sets {mine}, but those to merge are of {theirs}.")
 
     def plot(
         self, val: dict[str, Tensor] | Sequence[dict[str, Tensor]] | None = None, ax: Axes | None = None
@@ -188,24 +162,9 @@ class OODScores(Metric):
         return figure, axes
 
     def _split(self) -> tuple[Tensor, dict[str, Tensor]]:
-        if not len(self.scores):
-            return torch.zeros(0, dtype=torch.float64, device=self.device), {}
-        scores, groups = dim_zero_cat(self.scores), dim_zero_cat(self.groups)
+        scores, groups = self.kept()
         sets = {name: scores[groups == number] for number, name in enumerate(self.ood, start=1)}
         return scores[groups == 0], {name: found for name, found in sets.items() if len(found)}
-
-    def _sync_dist(
-        self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any | None = None
-    ) -> None:
-        # torchmetrics would gather a float32 tensor from a rank without data, and int64 or float64 from the others
-        if not self.scores:
-            self.scores = [torch.zeros(0, dtype=torch.float64, device=self.device)]
-            self.groups = [torch.zeros(0, dtype=torch.long, device=self.device)]
-        super()._sync_dist(dist_sync_fn, process_group=process_group)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
-        # another device, but never another dtype: ranks would be lost, and groups are integers
-        return super()._apply(lambda t: t.to(fn(t.new_empty(0)).device), exclude_state)
 
 
 class FeatureRows(Metric):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
-from pytorch_ood.api import FeaturesDetector, ModelNotSetException, RequiresFittingException
+from pytorch_ood.api import Detector, FeaturesDetector, ModelNotSetException, RequiresFittingException
 from torch import Tensor, nn
 from typing_extensions import Self
 
@@ -344,7 +344,7 @@ def raise_if_interrupted(detector: object) -> None:
         raise KeyboardInterrupt
 
 
-def load_detector(state: dict[str, Any] | File, encoder: Encoder | None = None) -> StatefulDetector:
+def load_detector(state: dict[str, Any] | File, encoder: Encoder | None = None) -> Detector:
     """Make a fitted detector from a saved file or a ``state_dict``, whichever of ours it belongs to.
 
     Args:
@@ -365,9 +365,10 @@ def load_detector(state: dict[str, Any] | File, encoder: Encoder | None = None) 
             return load_detector(files.check_state(files.read_state(state)), encoder)
     name = files.check_state(state)["detector"]
     kind = getattr(rmd_plugin, name) if name in rmd_plugin.__all__ else None
-    if not isinstance(kind, type) or not issubclass(kind, StatefulDetector):
+    if not isinstance(kind, type) or not issubclass(kind, Detector):
         raise ValueError(f"{name} is no detector of rmd_plugin. Load it with the class that it belongs to.")
-    return kind.from_state(state, encoder)
+    found: Detector = kind.from_state(state, encoder)  # type: ignore[attr-defined]
+    return found
 
 
 def check_integer(name: str, value: object, lowest: int) -> None:

@@ -26,7 +26,7 @@ File = str | PathLike[str] | IO[bytes]
 
 #: of what ``state_dict`` gives
 STATE_FORMAT = 1
-_ABOUT, _CHECKSUM = "rmd_plugin", "xxh3_128"
+_ABOUT, _CHECKSUM, _TENSOR = "rmd_plugin", "xxh3_128", "__tensor__"
 #: the longest header that safetensors reads; the first bytes of a pickle promise a longer one
 _LONGEST_HEADER = 100_000_000
 _REMEDY = "Take a whole copy, or fit and save again."
@@ -96,14 +96,13 @@ def check_state(state: Any) -> dict[str, Any]:
 
 
 def write_state(file: File, state: Mapping[str, Any]) -> None:
-    """Write a state, whose ``tensors`` are a dict and whose rest is plain data, to a path or a stream.
+    """Write a state, tensors and plain data in dicts and lists, to a path or a stream.
 
     Raises:
         OSError: if it cannot be written; a file that was there is as it was.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state["tensors"].items()}
-    rest = {name: value for name, value in state.items() if name != "tensors"}
-    about = json.dumps(rest, default=methodcaller("item"))  # numpy's numbers
+    tensors: dict[str, Tensor] = {}
+    about = json.dumps(_lifted(state, "", tensors), default=methodcaller("item"))  # numpy's numbers
     content = save(tensors, {_ABOUT: about, _CHECKSUM: _checksum(about, tensors)})
     if not isinstance(file, (str, PathLike)):
         file.write(content)
@@ -188,7 +187,30 @@ def _read_safetensors(stream: IO[bytes], map_location: str | torch.device) -> di
         raise _refusal(str(error)) from None
     if not whole:
         raise _refusal("its checksum does not fit its content")
-    return {**json.loads(about), "tensors": {name: tensor.to(map_location) for name, tensor in tensors.items()}}
+    content = json.loads(about)
+    if "tensors" not in content:  # of earlier versions, which named them there by their own names
+        content["tensors"] = {name: {_TENSOR: name} for name in tensors}
+    return _lowered(content, {name: tensor.to(map_location) for name, tensor in tensors.items()})
+
+
+def _lifted(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """The same with a name in place of each tensor."""
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach().cpu().contiguous()
+        return {_TENSOR: path}
+    if isinstance(value, Mapping):
+        return {key: _lifted(item, f"{path}.{key}".lstrip("."), tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_lifted(item, f"{path}.{number}", tensors) for number, item in enumerate(value)]
+    return value
+
+
+def _lowered(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        return {key: _lowered(item, tensors) for key, item in value.items()}
+    return [_lowered(item, tensors) for item in value] if isinstance(value, list) else value
 
 
 def _refusal(reason: str) -> ValueError:

@@ -13,6 +13,7 @@ from pytorch_ood.api import Detector
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from rmd_plugin.detectors.snapshot import build_detector, restore_snapshot
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.engine import Engine, OODMonitorWarning
 from rmd_plugin.monitor.evaluation import check_names
@@ -21,7 +22,7 @@ from rmd_plugin.monitor.journal import STAGES
 from rmd_plugin.monitor.lightning_roots import Callback, builds_itself
 from rmd_plugin.monitor.lockstep import check_strategy
 from rmd_plugin.monitor.roster import Spec
-from rmd_plugin.monitor.snapshot import HEADER, build_detector, check_format, monitor_states, restore_snapshot
+from rmd_plugin.monitor.snapshot import HEADER, check_format, monitor_states
 from rmd_plugin.monitor.trainer_access import ends_now, has_validation, training_loaders
 
 __all__ = ["OODMonitor", "OODMonitorWarning"]

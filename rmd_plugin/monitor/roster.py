@@ -11,11 +11,11 @@ from torch import nn
 
 import rmd_plugin
 from rmd_plugin.compare.adapters import Adapter, NetworkParts, NotSupported, adopt, build, detector_class
+from rmd_plugin.detectors.snapshot import NotKeptError, restore_snapshot, take_snapshot
 from rmd_plugin.encoding.batch_encoder import BatchEncoder
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.lockstep import whole
 from rmd_plugin.monitor.refit import FitOutcome
-from rmd_plugin.monitor.snapshot import restore_snapshot, take_snapshot
 
 #: a detector; a class or partial of one, built from what the network offers; a function of the network that makes one
 Spec = Detector | Callable[..., Detector]
@@ -101,11 +101,17 @@ class Roster:
 
     def state_dict(self) -> dict[str, Any]:
         """The fitted detectors, as plain data."""
-        snapshots = {name: take_snapshot(found) for name, found in self.detectors.items() if self.is_fitted(name)}
+        snapshots, unkept = {}, {}
+        for name in filter(self.is_fitted, self.detectors):
+            try:
+                snapshots[name] = take_snapshot(self.detectors[name])
+            except NotKeptError as reason:
+                unkept[name] = str(reason)
         return {
-            "detectors": {name: snapshot for name, snapshot in snapshots.items() if snapshot is not None},
+            "detectors": snapshots,
             "fitted": {name: dict(when) for name, when in self.fitted.items()},
             "unfit": dict(self.unfit),
+            "unkept": unkept,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, resuming: bool) -> None:

@@ -1,0 +1,171 @@
+"""Fitted detectors of any kind as plain data: what a checkpoint or a file holds of them.
+
+Detectors with a ``state_dict`` of their own (all of ours) are asked for it. The framework's have none: their attributes
+are taken as far as they are tensors, numbers, texts, containers of these, or the neighbours of scikit-learn; networks
+are left out, because they are saved elsewhere. A detector that keeps anything else, or too much, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from inspect import isroutine
+from typing import Any
+
+import numpy as np
+import pytorch_ood.detector
+import torch
+from pytorch_ood.api import Detector
+from torch import Tensor, nn
+
+import rmd_plugin
+from rmd_plugin.detectors.base import load_detector
+
+#: a larger fit, such as a bank of all training features, is not kept
+MAX_BYTES = 1 << 30
+
+_ARRAY, _DETECTOR, _DTYPE, _ITEMS = "__array__", "__detector__", "__dtype__", "__items__"
+_NEIGHBORS, _PARAMETERS, _TUPLE = "__neighbors__", "__parameters__", "__tuple__"
+
+
+class NotKeptError(ValueError):
+    """The fit of a detector cannot be kept as plain data. The message says why."""
+
+
+def take_snapshot(detector: Detector) -> dict[str, Any]:
+    """The fitted state of a detector on the CPU, without its networks.
+
+    Raises:
+        NotKeptError: if it cannot be told as plain data, or is larger than :data:`MAX_BYTES`.
+    """
+    name = type(detector).__name__
+    if hasattr(detector, "state_dict"):
+        snapshot = {"detector": name, "state": _plain(detector.state_dict())}
+    else:
+        networks = sorted(key for key, value in vars(detector).items() if _is_network(value))
+        kept = {key: value for key, value in vars(detector).items() if key not in networks and key != "_device"}
+        snapshot = {"detector": name, "attributes": _plain(kept), "networks": networks}
+    size = _bytes(snapshot)
+    if size > MAX_BYTES:
+        raise NotKeptError(f"the fit of {name} takes {size / 2**30:.1f} GiB, more than {MAX_BYTES / 2**30:g} GiB.")
+    return snapshot
+
+
+def restore_snapshot(detector: Any, snapshot: Mapping[str, Any]) -> None:
+    """Give a detector the fitted state of a snapshot. Its networks stay.
+
+    Raises:
+        ValueError: if the snapshot is of a detector of another class.
+    """
+    if snapshot["detector"] != type(detector).__name__:
+        raise ValueError(f"the snapshot is of {snapshot['detector']}, but the detector is {type(detector).__name__}.")
+    if "state" in snapshot:
+        detector.load_state_dict(snapshot["state"])
+        return
+    for key, value in snapshot["attributes"].items():
+        inner = getattr(detector, key, None)
+        if isinstance(inner, Detector) and isinstance(value, dict) and _DETECTOR in value:
+            restore_snapshot(inner, value[_DETECTOR])  # it keeps its networks, too
+        else:
+            setattr(detector, key, _unplain(value))
+
+
+def build_detector(snapshot: Mapping[str, Any]) -> Detector:
+    """Make a detector from its snapshot, if it is one of ours or of the framework's. Its networks are None.
+
+    Raises:
+        ValueError: if its class belongs to neither.
+    """
+    # only classes of these two packages: the file must not choose what is run
+    if "state" in snapshot and snapshot["detector"] in rmd_plugin.__all__:
+        return load_detector(snapshot["state"])
+    kind = None if "state" in snapshot else getattr(pytorch_ood.detector, snapshot["detector"], None)
+    if not isinstance(kind, type) or not issubclass(kind, Detector):
+        raise ValueError(
+            f"{snapshot['detector']} is neither a detector of rmd_plugin nor of pytorch_ood. "
+            "Pass an instance of it to be filled."
+        )
+    detector = kind.__new__(kind)
+    for key in snapshot["networks"]:
+        setattr(detector, key, None)
+    restore_snapshot(detector, snapshot)
+    return detector
+
+
+def _is_network(value: object) -> bool:
+    if isinstance(value, nn.ParameterDict):
+        return False
+    if isinstance(value, (list, tuple)) and value:
+        return all(_is_network(item) for item in value)
+    return isinstance(value, (nn.Module, partial)) or isroutine(value)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(_bytes, parts))
+
+
+def _plain(value: Any) -> Any:
+    """The same as tensors, numbers, texts, lists and dicts with texts as keys."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.dtype):
+        return {_DTYPE: str(value).removeprefix("torch.")}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {_ARRAY: torch.from_numpy(value.copy())}
+    if isinstance(value, Detector):
+        return {_DETECTOR: take_snapshot(value)}
+    if isinstance(value, nn.ParameterDict):
+        return {_PARAMETERS: {key: _plain(item) for key, item in value.items()}}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return {_TUPLE: [_plain(item) for item in value]}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: _plain(item) for key, item in value.items()}
+        return {_ITEMS: [[_plain(key), _plain(item)] for key, item in value.items()]}
+    if type(value).__module__.startswith("sklearn.neighbors") and hasattr(value, "kneighbors"):
+        bank = getattr(value, "_fit_X", np.zeros((0, 0)))  # what it was fitted on: the neighbours are found from it
+        return {_NEIGHBORS: {"options": _plain(value.get_params()), "bank": _plain(np.asarray(bank))}}
+    raise NotKeptError(f"it holds a {type(value).__name__}, which is no tensor, number or text.")
+
+
+def _unplain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):  # tuples: of earlier versions
+        return type(value)(_unplain(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    [(kind, content)] = value.items() if len(value) == 1 else [("", None)]
+    if kind == _ARRAY:
+        return content.numpy()
+    if kind == _DTYPE:
+        return _dtype(content)
+    if kind == _DETECTOR:
+        return build_detector(content)
+    if kind == _PARAMETERS:
+        items = {key: nn.Parameter(item, requires_grad=False) for key, item in content.items()}
+        return nn.ParameterDict(items)
+    if kind == _TUPLE:
+        return tuple(_unplain(item) for item in content)
+    if kind == _ITEMS:
+        return {_unplain(key): _unplain(item) for key, item in content}
+    if kind == _NEIGHBORS:
+        from sklearn.neighbors import NearestNeighbors  # takes a second
+
+        neighbors, bank = NearestNeighbors(**_unplain(content["options"])), _unplain(content["bank"])
+        return neighbors.fit(bank) if len(bank) else neighbors
+    return {key: _unplain(item) for key, item in value.items()}
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no type of tensors.")
+    return found
