@@ -164,12 +164,10 @@ class Calibrated(Detector):
         return metric
 
     def _take(self, metric: CalibrationScores | None) -> Self:
-        metric = metric or CalibrationScores(sync_on_compute=False)
-        if len(metric.kept()[0]) and self.per_class != (metric.num_classes is not None):
-            raise ValueError(
-                f"the detector has per_class={self.per_class}, the scores num_classes={metric.num_classes}."
-            )
-        found = metric.compute()
+        found = Calibration(torch.zeros(0)) if metric is None else metric.compute()
+        if self.per_class != (found.classes is not None):
+            given = "of each class" if found.classes is not None else "without classes"
+            raise ValueError(f"the detector has per_class={self.per_class}, but the scores are {given}.")
         found.smallest_class = required_samples(self.alpha)
         if self.per_class and bool(found.pooled_classes.any()):
             few = found.pooled_classes.nonzero().flatten().tolist()
@@ -270,9 +268,7 @@ class Calibrated(Detector):
         network = "model" if isinstance(self.detector, LogitsDetector) else "encoder"
         run: Callable[[Tensor], Tensor] | None = getattr(self.detector, network, None)
         if run is None:
-            raise ValueError(
-                f"per_class=True needs the {network} of {type(self.detector).__name__} to find the classes."
-            )
+            raise ValueError(f"per_class=True finds the classes by the {network}, which {self.detector!r} lacks.")
         with torch.no_grad():
             return "logits" if network == "model" else "features", run(x)
 
