@@ -6,13 +6,14 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable, Container, Sequence
-from importlib.resources import files
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+
+from rmd_plugin.shipped import config_path, config_root
 
 #: of a folder's name, in bytes: file systems allow 255, and the hash comes behind it
 _LONGEST = 150
@@ -39,21 +40,6 @@ def _importable(module: str) -> bool:
         return False
 
 
-def config_path(part: str = "") -> str:
-    """Search path of the configs, or of a folder of them: in ``rmd_plugin.conf``, else in the checkout's ``conf``."""
-    if find_spec("rmd_plugin.conf") is not None:
-        return f"pkg://rmd_plugin.conf{'.' + part if part else ''}"
-    checkout = Path(__file__).resolve().parents[2] / "conf" / part
-    if not checkout.is_dir():
-        raise FileNotFoundError(f"the configs of rmd-plugin are neither installed nor in {checkout}: install it again.")
-    return str(checkout)
-
-
-def _root() -> Any:
-    place = config_path()
-    return files(place.removeprefix("pkg://")) if place.startswith("pkg://") else Path(place)
-
-
 def _user_folder() -> list[Path]:
     """The ``--config-dir`` of this command, if it has one."""
     words = [part for word in sys.argv for part in word.split("=", 1)]
@@ -63,7 +49,7 @@ def _user_folder() -> list[Path]:
 def group_choices(group: str) -> list[str]:
     """Names of the configs of a group, those of folders below it as ``folder/name``; hidden ones start with ``_``."""
     found: list[str] = []
-    for root in (_root(), _root().joinpath("shared"), *_user_folder()):
+    for root in (config_root(), config_root().joinpath("shared"), *_user_folder()):
         place = root.joinpath(*group.split("/"))
         for item in sorted(place.iterdir(), key=lambda item: item.name) if place.is_dir() else ():
             if item.name.endswith(".yaml") and not item.name.startswith("_"):
@@ -80,7 +66,7 @@ def choices(*groups: str) -> str:
 
 def options(command: str) -> str:
     """The options of a command as they stand in its YAML, with the comments, which Hydra's own help drops."""
-    text = _root().joinpath(f"{command}.yaml").read_text(encoding="utf-8")
+    text = config_root().joinpath(f"{command}.yaml").read_text(encoding="utf-8")
     after_defaults = re.split(r"^defaults:\n(?:  .*\n)+", text, maxsplit=1, flags=re.MULTILINE)[-1]
     shown = re.sub(r"^names:.*\Z", "", after_defaults, flags=re.MULTILINE | re.DOTALL).strip()
     return shown.replace("$", "$$")  # Hydra fills in $CONFIG afterwards, and takes any other dollar for a mistake

@@ -33,7 +33,8 @@ from pytorch_ood.api import Detector, FeatureMapsDetector, FeaturesDetector, Gra
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rmd_plugin.detectors.base import raise_if_interrupted
+from rmd_plugin.detectors.base import StatefulDetector, raise_if_interrupted
+from rmd_plugin.detectors.calibrated import bare
 from rmd_plugin.encoding.batches import Encoded
 
 #: a detector class, or a partial of one with its options
@@ -132,7 +133,7 @@ class Adapter:
             (detector.fit_moments if self.fitted_on is _MOMENTS else detector.fit)(data)
         else:
             values, labels = take(self.fitted_on, data), cast(Tensor, data.labels)
-            if not hasattr(detector, "state_dict"):
+            if not isinstance(bare(detector), StatefulDetector):
                 values, labels = values.cpu(), labels.cpu()  # the framework fits on the CPU, partly with numpy
             if self.fitted_on is _HEAD:
                 pairs = TensorDataset(values, labels)
@@ -175,7 +176,7 @@ def adopt(detector: Detector) -> Adapter:
 
     One that is neither on features nor on logits has a network of its own, so it gets inputs.
     """
-    fed = _fed(type(detector))
+    fed = _fed(type(bare(detector)))
     scored_on = fed if fed in (_FEATURES, _LOGITS) else _INPUTS
     return Adapter(detector, _fitted_on(detector, scored_on), scored_on)
 

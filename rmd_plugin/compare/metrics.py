@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 #: the metrics, named as the framework names them
 METRICS = (AUROC, "AUPR-IN", "AUPR-OUT", FPR95)
 
+#: share of an OOD set that a calibrated detector accepts at its level alpha of false alarms
+ACCEPTED = "FPR@alpha"
+#: above which score it does not
+THRESHOLD = "threshold"
+#: share of ID samples that it flags
+FALSE_ALARMS = "false_alarms"
+
 _MARKERS = "osD^vP*X<>"
 
 #: name under which the average over the OOD sets is reported

@@ -357,6 +357,11 @@ class Calibrated(Detector):
         return CalibratedScore(score, self).eval()
 
 
+def bare(detector: Detector) -> Detector:
+    """The detector itself, without the calibration around it."""
+    return detector.detector if isinstance(detector, Calibrated) else detector
+
+
 def _read_calibration(state: dict[str, Any]) -> Calibration | None:
     options = state["options"]
     check_level("alpha", options["alpha"])

@@ -62,7 +62,7 @@ class ScoreMetric(Metric):
             raise ValueError(f"expected another {name}, or a dict with its states, got {found}.")
         if not self._defaults.keys() <= incoming_state.keys():
             found = ", ".join(incoming_state) or "none"
-            raise ValueError(f"expected the states {', '.join(self._defaults)} of a {name}, got {found}.")
+            raise ValueError(f"expected the states {', '.join(self._defaults)} of {name}, got {found}.")
         # torchmetrics' own leaves the count and a computed value as they were
         lists = {name: incoming_state[name] for name in self._dtypes}
         if any(len(found) for found in lists.values()):

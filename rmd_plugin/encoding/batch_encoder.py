@@ -281,6 +281,27 @@ class BatchEncoder:
             raise EncodingError(f"{error} Pass labels=, which takes them from the batch.") from error
 
 
+class Encoding(nn.Module):
+    """A network as a map from inputs to features (B, D) or logits (B, C), as :class:`BatchEncoder` finds them.
+
+    It runs in evaluation mode, without gradients.
+    """
+
+    def __init__(self, module: nn.Module, head: str | None, encoder: str | None, *, logits: bool = False) -> None:
+        super().__init__()
+        self.module = module
+        self._encode = BatchEncoder(module, head, encoder=encoder, logits=logits)
+
+    def forward(self, x: Any) -> Tensor:
+        """Features or logits of a batch of inputs."""
+        encoded = self._encode(x)
+        if not self._encode.logits:
+            return encoded.features
+        if encoded.logits is None:
+            raise EncodingError("the network gave no logits of shape (B, C) for this batch.")
+        return encoded.logits
+
+
 def _find_layer(module: nn.Module, name: str) -> nn.Module:
     try:
         if name:

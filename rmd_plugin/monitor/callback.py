@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
@@ -10,9 +11,11 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from pytorch_ood.api import Detector
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from rmd_plugin.detectors.calibrated import Calibrated, bare
+from rmd_plugin.detectors.conformal import check_level
 from rmd_plugin.detectors.snapshot import build_detector, restore_snapshot
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.engine import Engine, OODMonitorWarning
@@ -21,7 +24,7 @@ from rmd_plugin.monitor.inert import CheckpointError
 from rmd_plugin.monitor.journal import STAGES
 from rmd_plugin.monitor.lightning_roots import Callback, builds_itself
 from rmd_plugin.monitor.lockstep import check_strategy
-from rmd_plugin.monitor.roster import Spec
+from rmd_plugin.monitor.roster import Spec, give_network, read_calibrations
 from rmd_plugin.monitor.snapshot import HEADER, check_format, monitor_states
 from rmd_plugin.monitor.trainer_access import ends_now, has_validation, training_loaders
 
@@ -40,6 +43,11 @@ class OODMonitor(Callback):
     and ``ood/<detector>/fit_seconds``; ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them. The fitted detectors
     and the history travel in the Lightning checkpoint.
 
+    The ID validation scores also calibrate the detectors: ``ood/<detector>/threshold`` is the score above which a
+    sample is OOD at ``alpha``, ``ood/<detector>/<set>/FPR@alpha`` the share of an OOD set that is accepted, and in
+    ``validate`` and ``test`` ``ood/<detector>/false_alarms`` the share of ID samples that is not. A validation set that
+    also chose the epoch or stopped the training makes the promise weaker, see docs/decisions.md.
+
     ID scores come from the validation batches that the trainer runs anyway. Without validation the detectors are
     refitted at the end of the training epochs and saved, but not scored; likewise at the end of the training, if its
     last step has had no validation (``max_steps`` within an epoch). The sanity check only checks that the batches
@@ -48,7 +56,8 @@ class OODMonitor(Callback):
     checkpoint), and Lightning hangs at the end of a fit that has logged more than about 200 metrics: use ``ddp``.
 
     Args:
-        detectors: detectors by name, or names of rmd_plugin's. In place of a detector may stand its class, as such or
+        detectors: detectors by name; or names alone, those of rmd_plugin's classes and those that ``detector=`` of the
+            commands takes, as ``["rmd", "knn"]``. In place of a detector may stand its class, as such or
             by its dotted name, or a ``functools.partial`` of it (``_partial_: true`` in Hydra): it is built before each
             refit from what the module offers, the weights of the head, the number of classes, or the module itself for
             detectors on inputs. Or a function that makes a detector from the LightningModule, called before each refit.
@@ -73,6 +82,8 @@ class OODMonitor(Callback):
         warmup_epochs: epochs to wait before the first time. Meanwhile monitoring callbacks see NaN, at which
             ``EarlyStopping`` stops unless it has ``check_finite=False``.
         figures_dir: folder for the figures. Loggers that take images get them in any case.
+        calibrate: whether the ID validation scores calibrate the detectors.
+        alpha: share of ID samples that may be flagged.
         on_error: ``"warn"``: a detector that fails is NaN for this epoch, with one warning. ``"raise"``: stop instead.
         prefix: first part of the metrics' names; several monitors need different ones.
         seed: of whatever detectors and loaders draw. The global random states are not touched.
@@ -101,6 +112,8 @@ class OODMonitor(Callback):
         every_n_epochs: int = 1,
         warmup_epochs: int = 0,
         figures_dir: str | PathLike[str] | None = None,
+        calibrate: bool = True,
+        alpha: float = 0.05,
         on_error: Literal["warn", "raise"] = "warn",
         prefix: str = "ood",
         seed: int = 0,
@@ -113,6 +126,7 @@ class OODMonitor(Callback):
             raise ValueError(
                 f"expected every_n_epochs >= 1 and warmup_epochs >= 0, got {every_n_epochs} and {warmup_epochs}."
             )
+        check_level("alpha", alpha)
         if head is not None and encoder is not None:
             raise ValueError(f"give head or encoder, not both: got head={head!r} and encoder={encoder!r}.")
         # Hydra gives mappings of its own kind
@@ -125,6 +139,7 @@ class OODMonitor(Callback):
         self.refit, self.fit_loader = refit, fit_loader
         self.limit_fit_batches, self.limit_ood_batches = _limit(limit_fit_batches), _limit(limit_ood_batches)
         self.every_n_epochs, self.warmup_epochs = every_n_epochs, warmup_epochs
+        self.calibrate, self.alpha = calibrate, float(alpha)
         self.figures_dir, self.on_error, self.prefix, self.seed = figures_dir, on_error, prefix, seed
         self._engine = Engine(self, detectors)
         self._resuming = True  # else the state is only evaluated
@@ -261,7 +276,12 @@ class OODMonitor(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Fitted detectors and history, as plain data for ``torch.load(..., weights_only=True)``."""
         history = [dict(row) for row in self.history]
-        return {**HEADER, "head": self.head, "history": history, "stream": []} | self._engine.roster.state_dict()
+        layer = self.encoder if isinstance(self.encoder, str) else None
+        more = {"head": self.head, "encoder": layer, "alpha": self.alpha, "history": history, "stream": []}
+        found = {**HEADER, **more} | self._engine.roster.state_dict()
+        for name, reason in found["unkept"].items():
+            self._engine.complain(f"no checkpoint holds the fit of {name!r}: {reason}", once=True)
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of a checkpoint. Evaluation alone keeps the history of the training before it."""
@@ -294,6 +314,7 @@ class OODMonitor(Callback):
     def load_detectors(
         cls,
         path: str | PathLike[str],
+        module: nn.Module | None = None,
         *,
         detectors: Mapping[str, Detector] | None = None,
         prefix: str | None = None,
@@ -305,12 +326,13 @@ class OODMonitor(Callback):
 
         Args:
             path: of the checkpoint.
+            module: the trained network. Given, the detectors take inputs: ``detectors["rmd"].is_ood(x)``.
             detectors: instances to be filled, for detectors that are neither rmd_plugin's nor the framework's.
             prefix: which monitor's, if there were several.
             map_location: device for their tensors.
 
         Returns:
-            The fitted detectors by name, without encoder.
+            The fitted detectors by name, :class:`rmd_plugin.Calibrated` where the checkpoint holds a calibration.
 
         Raises:
             ValueError: if the checkpoint has no state of a monitor, or of several; if the file is damaged.
@@ -331,6 +353,16 @@ class OODMonitor(Callback):
                 restore_snapshot(found[name], snapshot)
             else:
                 found[name] = build_detector(snapshot)
+        for name, reason in state.get("unkept", {}).items():
+            if name not in found:
+                warnings.warn(f"the checkpoint does not hold {name!r}: {reason}", OODMonitorWarning, stacklevel=2)
+        calibrations = read_calibrations(state)
+        for name in state["detectors"]:
+            if module is not None:
+                give_network(bare(found[name]), module, head=state["head"], encoder=state.get("encoder"))
+            if name in calibrations and not isinstance(found[name], Calibrated):
+                found[name] = Calibrated(found[name], state["alpha"])
+                found[name].calibration = calibrations[name].to(map_location)
         return {name: found[name] for name in state["detectors"]}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -16,6 +17,9 @@ from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
 
 from rmd_plugin.compare.adapters import Representation
+from rmd_plugin.compare.metrics import ACCEPTED, FALSE_ALARMS, METRICS, THRESHOLD
+from rmd_plugin.detectors.calibrated import Calibrated
+from rmd_plugin.detectors.conformal import CalibrationScores, required_samples
 from rmd_plugin.encoding.batch_encoder import BatchEncoder
 from rmd_plugin.encoding.batches import Encoded, EncodingError
 from rmd_plugin.encoding.isolation import isolated_rng, visiting
@@ -121,10 +125,9 @@ class Engine:
 
     def _heard(self, batch: Any) -> Encoded | None:
         encoded = self.encoder.take(batch)
-        taken, self.monitor.head = self.encoder.taken, self.monitor.head or self.encoder.head
-        if taken and taken not in self._told:
-            self._told.add(taken)
-            rank_zero_info(f"OODMonitor: {taken}.")
+        self.monitor.head = self.monitor.head or self.encoder.head
+        if self.encoder.taken:
+            self.say(f"{self.encoder.taken}.")
         return encoded
 
     # -- fitting --------------------------------------------------------------------------------------------------
@@ -220,7 +223,8 @@ class Engine:
         named = [name for index, name in self.monitor.ood_dataloaders.items() if index < count]
         sets = [*self._ood_loaders(trainer), *dict.fromkeys(named)]
         if not self.due(trainer):
-            self.journal.repeat(trainer, self.roster.detectors, sets)
+            metrics = (*METRICS, ACCEPTED) if self.monitor.calibrate else METRICS
+            self.journal.repeat(trainer, self.roster.detectors, sets, metrics)
             return
         names = list(self.roster.detectors)
         if trainer.state.fn != TrainerFn.FITTING:
@@ -252,14 +256,42 @@ class Engine:
         evaluation, self._evaluation = self._evaluation, None
         for name, loader in self._ood_loaders(trainer).items():
             self._score_loader(trainer, evaluation, name, loader)
-        results = evaluation.finish(trainer)
+        results = evaluation.finish(trainer, partial(self._decide, trainer) if self.monitor.calibrate else None)
         for detector, values in results.values.items():
             for key, value in values.items():
                 ood, metric = key.rsplit("/", 1)
                 self.journal.record(trainer, detector, ood, metric, value)
+        for detector, threshold in results.thresholds.items():
+            self.journal.record(trainer, detector, "", THRESHOLD, threshold)
+            if trainer.state.fn != TrainerFn.FITTING:  # there the samples are those of the calibration
+                alarms = ~(results.scores[detector][0] <= threshold)
+                self.journal.record(trainer, detector, "", FALSE_ALARMS, float(alarms.double().mean()))
         self.journal.draw(trainer, results.scores)
         for problem in results.problems:
             self.complain(problem, once=not any(results.values.values()))
+
+    def _decide(self, trainer: pl.Trainer, name: str, id_scores: Tensor) -> float:
+        """The threshold of a detector; while the module is trained, calibrated by these scores of ID samples."""
+        detector, alpha = self.roster.detectors[name], self.monitor.alpha
+        if isinstance(detector, Calibrated):
+            alpha = detector.alpha
+            if detector.per_class:
+                self.say(
+                    f"{name!r} has per_class=True, so it is not calibrated here: validation scores have no classes."
+                )
+                return math.nan
+        if trainer.state.fn == TrainerFn.FITTING and len(id_scores) and not bool(id_scores.isnan().any()):
+            metric = CalibrationScores(sync_on_compute=False)
+            metric.update(id_scores.cpu())
+            self.roster.calibrate(name, metric.compute())
+        calibration = self.roster.calibrations.get(name)
+        if calibration is None:
+            return math.nan
+        if len(calibration) < required_samples(alpha):
+            few = f"{len(calibration)} ID validation samples are too few to decide at alpha={alpha:g}"
+            self.say(f"{few}, which takes {required_samples(alpha)}: no threshold.")
+            return math.nan
+        return float(calibration.threshold(alpha))
 
     def _score_loader(self, trainer: pl.Trainer, evaluation: Evaluation, name: str, loader: Iterable[Any]) -> None:
         limit = self.monitor.limit_ood_batches
@@ -282,6 +314,12 @@ class Engine:
             with isolated_rng(self.monitor.seed):
                 self.datamodule_ood = dict(getattr(datamodule, "ood_dataloaders", dict)())
         return self.datamodule_ood
+
+    def say(self, news: str) -> None:
+        """Tell what is no problem, once."""
+        if news not in self._told:
+            self._told.add(news)
+            rank_zero_info(f"OODMonitor: {news}")
 
     def complain(self, problem: str, *, once: bool = False) -> None:
         """Warn, or end the training, as the options say."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from rmd_plugin.compare.adapters import Adapter, Representation
-from rmd_plugin.compare.metrics import MEAN, METRICS, OODScores, check_set_names, compare_scores, quiet_compute
+from rmd_plugin.compare.metrics import (
+    ACCEPTED,
+    MEAN,
+    METRICS,
+    OODScores,
+    check_set_names,
+    compare_scores,
+    quiet_compute,
+)
 from rmd_plugin.encoding.batches import Encoded
 from rmd_plugin.encoding.isolation import isolated_rng, visiting
 
@@ -35,6 +43,8 @@ class Results:
     values: dict[str, dict[str, float]] = field(default_factory=dict)
     #: where it did not fail, the scores of the ID samples and those of each OOD set
     scores: dict[str, tuple[Tensor, dict[str, Tensor]]] = field(default_factory=dict)
+    #: above which score a sample is OOD, for detectors that are calibrated
+    thresholds: dict[str, float] = field(default_factory=dict)
     #: sentences about what went wrong
     problems: list[str] = field(default_factory=list)
 
@@ -86,15 +96,20 @@ class Evaluation:
         """Give up a detector, with the error or a sentence that says why; "" if it has been told already."""
         self._errors.setdefault(name, reason)
 
-    def finish(self, trainer: pl.Trainer) -> Results:
-        """Compute the metrics. Every process has to call it, and gets the same values."""
+    def finish(self, trainer: pl.Trainer, decide: Callable[[str, Tensor], float] | None = None) -> Results:
+        """Compute the metrics. Every process has to call it, and gets the same values.
+
+        With ``decide``, which gives the threshold of a detector from its scores of ID samples (NaN if there is none),
+        the share of each OOD set that it accepts is one of them.
+        """
         anywhere = partial(trainer.strategy.reduce_boolean_decision, all=False)
         results = Results()
         sets = (*self.sets, UNKNOWN) if anywhere(self._unknown_seen) else self.sets
         lost = [ood for ood in self.sets if anywhere(ood in self.broken_sets)]
         results.problems += [f"the OOD set {ood!r} failed: {_reason(self.broken_sets.get(ood))}" for ood in lost]
         for name in self._adapters:
-            values = {f"{ood}/{metric}": math.nan for ood in sets for metric in METRICS}
+            metrics = METRICS if decide is None else (*METRICS, ACCEPTED)
+            values = {f"{ood}/{metric}": math.nan for ood in sets for metric in metrics}
             if anywhere(name in self._errors):
                 if self._errors.get(name) != "":
                     results.problems.append(f"{name!r} failed to score: {_reason(self._errors.get(name))}")
@@ -102,13 +117,18 @@ class Evaluation:
                 with quiet_compute():
                     id_scores, ood_scores = self._metrics[name].gather()
                 results.scores[name] = id_scores, ood_scores
+                threshold = math.nan if decide is None else decide(name, id_scores)
+                if not math.isnan(threshold):
+                    results.thresholds[name] = threshold
                 for ood in (ood for ood in sets if ood not in lost):
                     try:
                         found = compare_scores(id_scores, ood_scores.get(ood, id_scores[:0]))
+                        if name in results.thresholds:
+                            found[ACCEPTED] = (ood_scores[ood] <= threshold).double().mean()
                         values.update({f"{ood}/{metric}": float(value) for metric, value in found.items()})
                     except ValueError as error:
                         results.problems.append(f"{name!r} has no result on {ood!r}: {error}")
-            for metric in METRICS if sets else ():
+            for metric in metrics if sets else ():
                 values[f"{MEAN}/{metric}"] = sum(values[f"{ood}/{metric}"] for ood in sets) / len(sets)
             results.values[name] = values
         if not sets:

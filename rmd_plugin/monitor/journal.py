@@ -35,7 +35,9 @@ class Journal:
         name = "/".join(part for part in (detector, ood, metric) if part)
         self._log(trainer, name, value)
 
-    def repeat(self, trainer: pl.Trainer, detectors: Iterable[str], sets: Sequence[str]) -> None:
+    def repeat(
+        self, trainer: pl.Trainer, detectors: Iterable[str], sets: Sequence[str], metrics: Sequence[str] = METRICS
+    ) -> None:
         """Show the last values, or NaN before the first, to the callbacks that monitor a metric; loggers get none.
 
         ``ModelCheckpoint`` and ``EarlyStopping`` end the training if the metric that they monitor is missing. Lightning
@@ -44,7 +46,7 @@ class Journal:
         last = {(row["detector"], row["ood"], row["metric"]): row["value"] for row in self.rows if row["ood"]}
         for detector in detectors:
             for ood in [*sets, MEAN] if sets else []:
-                for metric in METRICS:
+                for metric in metrics:
                     last.setdefault((detector, ood, metric), math.nan)
         for key, value in last.items():
             self._log(trainer, "/".join(key), value, logger=False)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
-from pytorch_ood.api import Detector
+from pytorch_ood.api import Detector, FeaturesDetector, LogitsDetector
 from torch import nn
 
 import rmd_plugin
 from rmd_plugin.compare.adapters import Adapter, NetworkParts, NotSupported, adopt, build, detector_class
+from rmd_plugin.detectors.calibrated import Calibrated
+from rmd_plugin.detectors.conformal import Calibration
 from rmd_plugin.detectors.snapshot import NotKeptError, restore_snapshot, take_snapshot
-from rmd_plugin.encoding.batch_encoder import BatchEncoder
+from rmd_plugin.encoding.batch_encoder import BatchEncoder, Encoding
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.lockstep import whole
 from rmd_plugin.monitor.refit import FitOutcome
+from rmd_plugin.shipped import detector_options
 
 #: a detector; a class or partial of one, built from what the network offers; a function of the network that makes one
 Spec = Detector | Callable[..., Detector]
@@ -31,6 +35,8 @@ class Roster:
         self.fitted: dict[str, dict[str, int]] = {}
         #: why a detector has no fit that could be used
         self.unfit: dict[str, str] = {}
+        #: by which validation scores each fit decides
+        self.calibrations: dict[str, Calibration] = {}
         self._snapshots: dict[str, dict[str, Any]] = {}  # until their detectors are there
         self._resuming = False
 
@@ -95,7 +101,15 @@ class Roster:
             else:
                 self.fitted[name] = {"epoch": epoch, "step": step}
                 self.unfit.pop(name, None)
+                self.calibrations.pop(name, None)
         return [f"{', '.join(names)} could not be fitted in epoch {epoch}. {why}" for why, names in reasons.items()]
+
+    def calibrate(self, name: str, calibration: Calibration) -> None:
+        """Keep by which scores a detector decides."""
+        self.calibrations[name] = calibration
+        detector = self.detectors[name]
+        if isinstance(detector, Calibrated):
+            detector.calibration = calibration
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -112,6 +126,7 @@ class Roster:
             "fitted": {name: dict(when) for name, when in self.fitted.items()},
             "unfit": dict(self.unfit),
             "unkept": unkept,
+            "calibrations": {name: dict(found.tensors) for name, found in self.calibrations.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, resuming: bool) -> None:
@@ -120,8 +135,11 @@ class Roster:
         self._snapshots = {name: s for name, s in state["detectors"].items() if name in self._specs}
         self.fitted = {name: dict(when) for name, when in state["fitted"].items() if name in self._snapshots}
         self.unfit = {name: reason for name, reason in state["unfit"].items() if name in self._specs}
+        self.calibrations = {name: found for name, found in read_calibrations(state).items() if name in self._snapshots}
         for name in self._specs.keys() - self._snapshots.keys():
-            self.unfit.setdefault(name, "the checkpoint does not hold its fit. Pass fit_loader= to fit it again.")
+            why = state.get("unkept", {}).get(name, "")
+            reason = "the checkpoint does not hold its fit. Pass fit_loader= to fit it again."
+            self.unfit.setdefault(name, f"{reason} {why}".rstrip())
         for name in self.adapters.keys() & self._snapshots.keys():
             self._restore(name, self._snapshots.pop(name))
 
@@ -139,7 +157,15 @@ class Roster:
 
     def _give_up(self, name: str, reason: str) -> None:
         self.fitted.pop(name, None)
+        self.calibrations.pop(name, None)
         self.unfit[name] = reason
+
+
+def read_calibrations(state: Mapping[str, Any]) -> dict[str, Calibration]:
+    """The calibrations in the state of a monitor; those of before there were any are none."""
+    # classes do not occur here, so there is no smallest one
+    found = state.get("calibrations", {})
+    return {name: Calibration.from_tensors(tensors, smallest_class=1) for name, tensors in found.items()}
 
 
 def parts_of(encoder: BatchEncoder, *, head: str | None, seed: int) -> NetworkParts:
@@ -162,11 +188,21 @@ def parts_of(encoder: BatchEncoder, *, head: str | None, seed: int) -> NetworkPa
     return NetworkParts(layer.in_features, layer.out_features, head=whole(layer), model=model, seed=seed)
 
 
+def give_network(detector: Detector, module: nn.Module, *, head: str | None, encoder: str | None) -> None:
+    """Put the network in front of a loaded detector: its features, its logits, or the whole of it."""
+    if isinstance(detector, LogitsDetector):
+        detector.model = Encoding(module, head, encoder, logits=True)
+    elif isinstance(detector, FeaturesDetector):
+        detector.encoder = Encoding(module, head, encoder)
+    else:
+        detector.model = module  # type: ignore[attr-defined]
+
+
 def _read(specs: Any) -> dict[str, Spec]:
     if isinstance(specs, str) or not isinstance(specs, (Mapping, Sequence)) or not len(specs):
         raise TypeError(f"expected detectors by name, such as {{'rmd': RMD()}}, got {specs!r}.")
     # Hydra gives mappings and sequences of its own kinds
-    named = specs if isinstance(specs, Mapping) else {str(name).lower(): name for name in specs}
+    named = specs if isinstance(specs, Mapping) else _by_names(specs)
     result: dict[str, Spec] = {}
     for name in named:
         spec = named[name]
@@ -174,6 +210,10 @@ def _read(specs: Any) -> dict[str, Spec]:
             raise ValueError(f"the name of a detector must be a text without '/', got {name!r}.")
         if isinstance(spec, str):
             spec = resolve_name(spec) if "." in spec else getattr(rmd_plugin, spec)()
+        elif (isinstance(spec, type) and issubclass(spec, Calibrated)) or isinstance(spec, Calibrated):
+            raise TypeError(
+                f"{name!r}: the monitor calibrates by itself. Give it the detector, and alpha= to the monitor."
+            )
         if not isinstance(spec, Detector) and not callable(spec):
             raise TypeError(
                 f"{name!r} must be a pytorch_ood Detector, a class of one, or a function that makes one from the "
@@ -181,3 +221,16 @@ def _read(specs: Any) -> dict[str, Spec]:
             )
         result[name] = spec
     return result
+
+
+def _by_names(names: Sequence[str]) -> dict[str, Any]:
+    """Detectors by the names of rmd_plugin's classes, or of the configs that ``detector=`` takes."""
+    found: dict[str, Any] = {}
+    for name in map(str, names):
+        if "." in name or name in rmd_plugin.__all__:
+            found[name.lower()] = name
+            continue
+        for key, options in detector_options(name).items():
+            keywords = {option: value for option, value in options.items() if option != "_target_"}
+            found[key] = partial(resolve_name(options["_target_"]), **keywords)
+    return found

@@ -141,9 +141,9 @@ def test_what_does_not_fit_is_not_merged():
     metric = OODScores(["near"])
     with pytest.raises(ValueError, match="sets near, but those to merge are of far, near"):
         metric.merge_state(OODScores(["far", "near"]))
-    with pytest.raises(ValueError, match="expected an OODScores, or a dict with its states, got FeatureRows"):
+    with pytest.raises(ValueError, match="expected another OODScores, or a dict with its states, got FeatureRows"):
         metric.merge_state(FeatureRows())
-    with pytest.raises(ValueError, match="expected the states scores and groups, got scores"):
+    with pytest.raises(ValueError, match="expected the states scores, groups of OODScores, got scores"):
         metric.merge_state({"scores": []})
 
 

@@ -114,8 +114,9 @@ def test_names_in_the_log_are_those_of_the_manual(tmp_path):
     logger = CSVLogger(tmp_path, name="", version="")
     monitor = OODMonitor({"rmd": RMD(), "msp": MaxSoftmax(None)}, ood={"svhn": loader(OOD), "noise": loader(OTHER)})
     trainer, _ = fit(monitor, logger=logger, log_every_n_steps=1, max_epochs=2)
-    names = {f"ood/{d}/{s}/{m}" for d in ("rmd", "msp") for s in ("svhn", "noise", "mean") for m in METRICS}
-    names.add("ood/rmd/fit_seconds")
+    metrics = (*METRICS, "FPR@alpha")
+    names = {f"ood/{d}/{s}/{m}" for d in ("rmd", "msp") for s in ("svhn", "noise", "mean") for m in metrics}
+    names |= {"ood/rmd/fit_seconds", "ood/rmd/threshold", "ood/msp/threshold"}
     assert {n for n in trainer.callback_metrics if n.startswith("ood/")} == names
     with open(tmp_path / "metrics.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["ood/rmd/svhn/AUROC"]]

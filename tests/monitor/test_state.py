@@ -19,8 +19,8 @@ from pytorch_ood.detector import (
 from pytorch_ood.detector import Mahalanobis as FrameworkMahalanobis
 
 from rmd_plugin import RMD, Mahalanobis, PartialMahalanobis
+from rmd_plugin.detectors.snapshot import NotKeptError, build_detector, restore_snapshot, take_snapshot
 from rmd_plugin.monitor.callback import OODMonitor, OODMonitorWarning
-from rmd_plugin.monitor.snapshot import build_detector, restore_snapshot, take_snapshot
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
 
@@ -155,11 +155,15 @@ def test_testing_after_training_uses_the_last_fit():
     assert values(monitor, stage="validate") == pytest.approx(values(monitor, stage="fit", epoch=1), abs=1e-12)
 
 
-def test_what_a_checkpoint_cannot_hold_is_fitted_again_if_there_is_a_fit_loader(tmp_path):
+def test_what_a_checkpoint_cannot_hold_is_named_and_fitted_again_if_there_is_a_fit_loader(tmp_path, monkeypatch):
+    monkeypatch.setattr("rmd_plugin.detectors.snapshot.MAX_BYTES", 5_000)
     monitor = monitored({"rmd": RMD(), "knn": KNN(None, k=3)})
-    run, module = fit(monitor, ModelCheckpoint(tmp_path, save_last=True))
     path = tmp_path / "last.ckpt"
-    assert list(OODMonitor.load_detectors(path)) == ["rmd"]
+    with pytest.warns(OODMonitorWarning, match="no checkpoint holds the fit of 'knn': the fit of KNN takes") as caught:
+        run, module = fit(monitor, ModelCheckpoint(tmp_path, save_last=True))
+    assert len(told(caught)) == 1
+    with pytest.warns(OODMonitorWarning, match="the checkpoint does not hold 'knn': the fit of KNN takes"):
+        assert list(OODMonitor.load_detectors(path)) == ["rmd"]
     with pytest.warns(OODMonitorWarning, match="'knn' failed to score: the checkpoint does not hold its fit") as caught:
         run.test(module, loader(VAL), ckpt_path=path, verbose=False)
     assert len(told(caught)) == 1
@@ -282,7 +286,17 @@ def test_detectors_of_the_framework_are_saved_by_their_attributes(name, tmp_path
 
 
 def test_a_detector_that_keeps_other_things_is_not_saved():
-    assert take_snapshot(KNN(None, k=3).fit_features(*TRAIN)) is None
+    detector = EnergyBased(None)
+    detector.helper = object()
+    with pytest.raises(NotKeptError, match="it holds a object, which is no tensor, number or text"):
+        take_snapshot(detector)
+
+
+def test_the_neighbours_of_knn_are_kept():
+    knn = KNN(None, k=3, algorithm="kd_tree").fit_features(*TRAIN)
+    again = build_detector(take_snapshot(knn))
+    assert again.knn.get_params() == knn.knn.get_params()
+    assert torch.equal(again.predict_features(OOD[0]), knn.predict_features(OOD[0]))
 
 
 def test_a_class_that_the_file_names_is_only_taken_from_the_two_libraries():
@@ -308,5 +322,5 @@ def test_instances_can_be_filled_when_loading(tmp_path):
 
     fit(monitored({"own": Own(None, t=2.0)}), ModelCheckpoint(tmp_path, save_last=True))
     own = Own(None)
-    assert OODMonitor.load_detectors(tmp_path / "last.ckpt", detectors={"own": own}) == {"own": own}
+    assert OODMonitor.load_detectors(tmp_path / "last.ckpt", detectors={"own": own})["own"].detector is own
     assert own.t == 2.0

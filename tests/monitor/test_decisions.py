@@ -1,0 +1,100 @@
+"""The monitor calibrates: from a checkpoint to yes or no."""
+
+import callback_kit as kit
+import pytest
+import torch
+from callback_kit import OOD, TRAIN, VAL, Classifier, features_of, fit, loader, trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_ood.detector import KNN, ODIN, EnergyBased, ViM
+
+from rmd_plugin import RMD, Calibrated
+from rmd_plugin.monitor.callback import OODMonitor
+
+pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
+EVERY = {"rmd": RMD, "knn": lambda module: KNN(None, k=3), "energy": EnergyBased, "vim": ViM, "odin": ODIN}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    monitor = OODMonitor(dict(EVERY), head="model.fc", ood={"svhn": loader(OOD)}, alpha=0.1)
+    _, module = fit(monitor, ModelCheckpoint(folder, save_last=True))
+    return folder / "last.ckpt", monitor, module
+
+
+def logged(monitor, metric, ood="", stage="fit"):
+    return {
+        r["detector"]: r["value"]
+        for r in monitor.history
+        if (r["metric"], r["ood"], r["stage"]) == (metric, ood, stage)
+    }
+
+
+def test_the_checkpoint_decides_as_the_validation_scores_do(run):
+    path, monitor, module = run
+    detectors = OODMonitor.load_detectors(path, module)
+    assert list(detectors) == list(EVERY)
+    for name, detector in detectors.items():
+        assert isinstance(detector, Calibrated)
+        assert detector.alpha == 0.1
+        flagged, scores = detector.is_ood(VAL[0]), detector.predict(VAL[0]).double()
+        # every validation sample but those above the m-th largest, m = 0.1 (n + 1)
+        m = int(0.1 * (len(VAL[0]) + 1))
+        torch.testing.assert_close(scores.sort().values[-m], torch.tensor(detector.threshold(), dtype=torch.double))
+        assert int(flagged.sum()) == pytest.approx(m - 1, abs=1)
+        assert logged(monitor, "threshold")[name] == pytest.approx(detector.threshold())
+        accepted = float((~detector.is_ood(OOD[0])).double().mean())
+        assert logged(monitor, "FPR@alpha", "svhn")[name] == pytest.approx(accepted, abs=1.5 / len(OOD[0]))
+
+
+def test_without_the_module_features_and_logits_are_decided(run):
+    path, _, module = run
+    detectors = OODMonitor.load_detectors(path)
+    z = features_of(module, VAL[0])
+    assert detectors["rmd"].is_ood_features(z).shape == (len(z),)
+    assert detectors["energy"].is_ood_logits(module.model.fc(z).detach()).shape == (len(z),)
+
+
+def test_a_test_uses_the_thresholds_of_the_training_and_tells_the_false_alarms(run):
+    path, _, _ = run
+    monitor = OODMonitor(dict(EVERY), head="model.fc", ood={"svhn": loader(OOD)}, alpha=0.1)
+    train_set = TRAIN[0][:200], TRAIN[1][:200]
+    trainer(None, monitor).test(Classifier(), loader(train_set), ckpt_path=path, verbose=False)
+    module = Classifier()
+    module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    detectors = OODMonitor.load_detectors(path, module)
+    for name in ("rmd", "energy"):
+        expected = float(detectors[name].is_ood(train_set[0]).double().mean())
+        assert logged(monitor, "false_alarms", stage="test")[name] == pytest.approx(expected, abs=1.5 / 200)
+        assert logged(monitor, "threshold", stage="test")[name] == pytest.approx(detectors[name].threshold())
+
+
+def test_a_calibrated_detector_in_the_dict_keeps_its_own_level():
+    own = Calibrated(RMD(), alpha=0.2)
+    monitor = OODMonitor({"own": own, "rmd": RMD()}, head="model.fc", ood={"svhn": loader(OOD)})
+    fit(monitor)
+    assert own.threshold() == logged(monitor, "threshold")["own"] < logged(monitor, "threshold")["rmd"]
+
+
+def test_too_few_samples_have_no_threshold_and_that_is_said(caplog):
+    monitor = OODMonitor({"rmd": RMD()}, head="model.fc", ood={"svhn": loader(OOD)}, alpha=0.001)
+    with caplog.at_level("INFO"):
+        fit(monitor)
+    assert logged(monitor, "threshold") == {}
+    assert all(value != value for value in logged(monitor, "FPR@alpha", "svhn").values())
+    assert "too few to decide at alpha=0.001, which takes 999" in caplog.text
+
+
+def test_without_calibration_nothing_is_logged_or_kept(tmp_path):
+    monitor = OODMonitor({"rmd": RMD()}, head="model.fc", ood={"svhn": loader(OOD)}, calibrate=False)
+    fit(monitor, ModelCheckpoint(tmp_path, save_last=True))
+    assert {row["metric"] for row in monitor.history}.isdisjoint({"threshold", "FPR@alpha"})
+    assert isinstance(OODMonitor.load_detectors(tmp_path / "last.ckpt")["rmd"], RMD)
+
+
+def test_the_names_are_those_of_the_commands():
+    monitor = OODMonitor(["rmd", "knn", "Mahalanobis", "msp"], head="model.fc", ood={"svhn": loader(OOD)})
+    fit(monitor)
+    assert set(logged(monitor, "AUROC", "svhn")) == {"rmd", "knn", "mahalanobis", "msp"}
+    with pytest.raises(ValueError, match="there is no detector 'kn'. Did you mean knn"):
+        OODMonitor(["kn"])
