@@ -119,6 +119,9 @@ class LastCheckpoint(pl.Callback):
         self._saving = True
         try:
             trainer.save_checkpoint(aside, weights_only=False)
+        except OSError:
+            aside.unlink(missing_ok=True)  # a full disk needs the room
+            raise
         finally:
             self._saving = False
         if trainer.is_global_zero:
