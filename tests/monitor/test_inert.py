@@ -329,6 +329,14 @@ def test_what_stands_in_many_places_is_read_once_and_cycles_are_refused(tmp_path
         read(forged(cycle, tmp_path / "b.ckpt"))
 
 
+def test_views_of_one_storage_take_its_memory_once(tmp_path):
+    whole = torch.arange(1000.0)
+    torch.save(state(views=[whole[first:] for first in range(50)]), tmp_path / "a.ckpt")
+    views = read(tmp_path / "a.ckpt")["views"]
+    assert all(torch.equal(view, whole[first:]) for first, view in enumerate(views))
+    assert len({view.untyped_storage().data_ptr() for view in views}) == 1  # else a small file fills any memory
+
+
 def test_compressed_files_are_refused_since_they_may_grow_without_end(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.ckpt", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("a/data.pkl", pickle.dumps({}))
