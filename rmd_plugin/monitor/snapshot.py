@@ -49,6 +49,8 @@ def check_format(state: Mapping[str, Any]) -> None:
     if any(state.get(key) != value for key, value in HEADER.items()):
         expected, found = HEADER["format"], state.get("format")
         raise ValueError(f"expected the state of an OODMonitor, format {expected}, got format {found!r}.")
+    if not isinstance(state.get("detectors"), dict):
+        raise _damaged(state.get("detectors"))
 
 
 def take_snapshot(detector: Detector) -> dict[str, Any] | None:
@@ -70,27 +72,30 @@ def restore_snapshot(detector: Any, snapshot: Mapping[str, Any]) -> None:
     """Give a detector the fitted state of a snapshot. Its networks stay.
 
     Raises:
-        ValueError: if the snapshot is of a detector of another class.
+        ValueError: if the snapshot is of a detector of another class, or damaged.
     """
+    _check(snapshot)
     if snapshot["detector"] != type(detector).__name__:
         raise ValueError(f"the snapshot is of {snapshot['detector']}, but the detector is {type(detector).__name__}.")
     if "state" in snapshot:
         detector.load_state_dict(snapshot["state"])
         return
+    done: dict[int, Any] = {}
     for key, value in snapshot["attributes"].items():
         inner = getattr(detector, key, None)
         if isinstance(inner, Detector) and isinstance(value, dict) and _DETECTOR in value:
             restore_snapshot(inner, value[_DETECTOR])  # it keeps its networks, too
         else:
-            setattr(detector, key, _unplain(value))
+            setattr(detector, key, _unplain(value, done))
 
 
 def build_detector(snapshot: Mapping[str, Any]) -> Detector:
     """Make a detector from its snapshot, if it is one of ours or of the framework's. Its networks are None.
 
     Raises:
-        ValueError: if its class belongs to neither.
+        ValueError: if its class belongs to neither, or the snapshot is damaged.
     """
+    _check(snapshot)
     # only classes of these two packages: the file must not choose what is run
     if "state" in snapshot and snapshot["detector"] in rmd_plugin.__all__:
         return load_detector(snapshot["state"])
@@ -141,11 +146,17 @@ def _plain(value: Any) -> Any:
     raise _NotPlainError
 
 
-def _unplain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_unplain(item) for item in value)
-    if not isinstance(value, dict):
+def _unplain(value: Any, done: dict[int, Any]) -> Any:
+    if not isinstance(value, (list, tuple, dict)):
         return value
+    if id(value) not in done:  # what stands in several places is made once
+        done[id(value)] = _rebuild(value, done)
+    return done[id(value)]
+
+
+def _rebuild(value: Any, done: dict[int, Any]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([_unplain(item, done) for item in value])
     if value.keys() == {_ARRAY}:
         return value[_ARRAY].numpy()
     if value.keys() == {_DETECTOR}:
@@ -153,4 +164,20 @@ def _unplain(value: Any) -> Any:
     if value.keys() == {_PARAMETERS}:
         items = value[_PARAMETERS].items()
         return nn.ParameterDict({key: nn.Parameter(item, requires_grad=False) for key, item in items})
-    return {key: _unplain(item) for key, item in value.items()}
+    return {key: _unplain(item, done) for key, item in value.items()}
+
+
+def _check(snapshot: Any) -> None:
+    """Refuse what :func:`take_snapshot` cannot have made."""
+    found = snapshot if isinstance(snapshot, Mapping) else {}
+    attributes, networks = found.get("attributes"), found.get("networks")
+    whole = isinstance(found.get("state"), dict)
+    if not whole and isinstance(attributes, dict) and isinstance(networks, list):
+        whole = all(isinstance(name, str) and not name.startswith("__") for name in (*attributes, *networks))
+    if not whole or not isinstance(found.get("detector"), str):
+        raise _damaged(snapshot)
+
+
+def _damaged(found: object) -> ValueError:
+    what = type(found).__name__ + (f" with {sorted(map(str, found))}" if isinstance(found, Mapping) else "")
+    return ValueError(f"expected fitted detectors as OODMonitor saves them, got {what}. The checkpoint is damaged.")
