@@ -49,6 +49,10 @@ class LastCheckpoint(pl.Callback):
             return
         own = Path(str(trainer.ckpt_path)).absolute().parent == self.path.absolute().parent
         trainer.should_stop = own and self._found["stopped"]
+        before, now = self._found.get("folder"), self._folder
+        if own and before not in (None, now):  # else Lightning would take the best weights from where they were
+            states = checkpoint["callbacks"]
+            states.update({key: _moved(state, before, now) for key, state in states.items()})
         for logger, text in zip(_csv_loggers(trainer), self._found["logs"], strict=False):
             rows = csv.DictReader(io.StringIO(text))
             # it has deleted its file, and writes what it holds
@@ -79,8 +83,12 @@ class LastCheckpoint(pl.Callback):
             self._save(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Random states by process, text of the CSV logs, whether the training was stopped; plain data."""
+        """Random states by process, text of the CSV logs, whether the training was stopped, the folder; plain data."""
         return self._state
+
+    @property
+    def _folder(self) -> str:
+        return os.path.realpath(self.path.parent)  # as ModelCheckpoint writes it
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -103,7 +111,7 @@ class LastCheckpoint(pl.Callback):
             logs.append(file.read_text(encoding="utf-8") if file.is_file() else "")
         steps = trainer.max_steps
         stopped = bool(trainer.should_stop) or (steps > 0 and trainer.global_step >= steps)
-        self._state = {"random": states, "logs": logs, "stopped": stopped}
+        self._state = {"random": states, "logs": logs, "stopped": stopped, "folder": self._folder}
 
     def _save(self, trainer: pl.Trainer) -> None:
         self._collect(trainer)
@@ -111,6 +119,9 @@ class LastCheckpoint(pl.Callback):
         self._saving = True
         try:
             trainer.save_checkpoint(aside, weights_only=False)
+        except OSError:
+            aside.unlink(missing_ok=True)  # a full disk needs the room
+            raise
         finally:
             self._saving = False
         if trainer.is_global_zero:
@@ -126,6 +137,19 @@ class LastCheckpoint(pl.Callback):
         saved = (state or {}).get("random", [])
         if rank < len(saved):
             restore_random_states(saved[rank])
+
+
+def _moved(state: Any, before: str, now: str) -> Any:
+    """The state of a checkpoint callback whose folder was moved: with the paths of its files where they are now."""
+    if not isinstance(state, dict) or state.get("dirpath") != before:
+        return state
+
+    def move(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {move(key): item for key, item in value.items()}
+        return value.replace(before, now, 1) if isinstance(value, str) and value.startswith(before) else value
+
+    return {name: move(value) for name, value in state.items()}
 
 
 def _csv_loggers(trainer: pl.Trainer) -> list[Any]:

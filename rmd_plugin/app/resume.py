@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from rmd_plugin.app.configs import repeatable
 from rmd_plugin.backbones.base import Backbone
@@ -39,9 +40,14 @@ def nothing_left(cfg: DictConfig, folder: RunFolder) -> bool:
     Raises:
         ValueError: if its folder holds weights that were trained with other options; it names them all.
     """
+    trained = [*folder.path.glob(f"{CHECKPOINTS}/*.ckpt"), *folder.path.glob(f"{PRETRAINED}/*.ckpt")]
+    if trained and not folder.file(CONFIG).is_file():
+        raise ValueError(
+            f"resume=true cannot go on in {folder.path}: there are weights, but no {CONFIG} that says how they were "
+            f"trained. Train in another folder (hydra.run.dir=FOLDER ckpt_path={trained[0]})."
+        )
     changes = _changes(cfg, folder)
     training = {key: change for key, change in changes.items() if not _is_part(key, _EVALUATION)}
-    trained = [*folder.path.glob(f"{CHECKPOINTS}/*.ckpt"), *folder.path.glob(f"{PRETRAINED}/*.ckpt")]
     if trained and training and not _only_longer(cfg, training):
         told = ", ".join(f"{key}={new} (was {old})" for key, (old, new) in training.items())
         raise ValueError(
@@ -60,13 +66,15 @@ def _changes(cfg: DictConfig, folder: RunFolder) -> dict[str, tuple[Any, Any]]:
     """Options whose values differ from those kept in the folder: the old value and the new one."""
     if not folder.file(CONFIG).is_file():
         return {}
+    now: Any = OmegaConf.create(repeatable(cfg, "train"))
+    now.paths = cfg.paths  # wherever they lie: the data are the same, and the references resolve
+    new = dict(_options(now))
     try:
         kept: Any = OmegaConf.create(folder.read_text(CONFIG))
-    except yaml.YAMLError as error:
+        kept.paths = cfg.paths
+        old = dict(_options(kept))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise RunFolderError(f"{folder.file(CONFIG)} is damaged: delete {folder.path} to run it again.") from error
-    now: Any = OmegaConf.create(repeatable(cfg, "train"))
-    kept.paths = now.paths = cfg.paths  # wherever they lie: the data are the same, and the references resolve
-    old, new = dict(_options(kept)), dict(_options(now))
     # an option that there was not yet, or is no longer, had its default
     return {key: (old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)}
 

@@ -34,6 +34,7 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from rmd_plugin.atomic import replacing
+from rmd_plugin.untrusted import check_regular, one_line, read_mapping
 
 log = logging.getLogger(__name__)
 
@@ -219,9 +220,11 @@ def _callers(compute: Callable[[], Batches]) -> Batches:
 def _open(folder: Path, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Features and labels of an entry, whose files are verified before they are parsed; or raises _Unusable."""
     try:
-        entry = json.loads((folder / _ENTRY).read_bytes())
+        entry = read_mapping(folder / _ENTRY)
         if entry["format"] != _FORMAT:
             raise _Unusable(f"they have format {entry['format']}, expected {_FORMAT}")
+        if entry["key"] != folder.name:
+            raise _Unusable(f"they belong to another key, {one_line(entry['key'])}")
         for name in _ARRAYS:
             if entry["checksums"][name] != _checksum(folder / name):
                 raise _Unusable(f"the checksum of {name} does not fit")
@@ -238,6 +241,7 @@ def _open(folder: Path, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _checksum(path: Path) -> str:
+    check_regular(path)
     # mapped: read once, at 10 GB/s where the file is in memory, without a copy
     return xxhash.xxh3_128_hexdigest(np.memmap(path, mode="r").data)
 

@@ -55,27 +55,30 @@ def restore_snapshot(detector: Any, snapshot: Mapping[str, Any]) -> None:
     """Give a detector the fitted state of a snapshot. Its networks stay.
 
     Raises:
-        ValueError: if the snapshot is of a detector of another class.
+        ValueError: if the snapshot is of a detector of another class, or damaged.
     """
+    _check(snapshot)
     if snapshot["detector"] != type(detector).__name__:
         raise ValueError(f"the snapshot is of {snapshot['detector']}, but the detector is {type(detector).__name__}.")
     if "state" in snapshot:
         detector.load_state_dict(snapshot["state"])
         return
+    done: dict[int, Any] = {}
     for key, value in snapshot["attributes"].items():
         inner = getattr(detector, key, None)
         if isinstance(inner, Detector) and isinstance(value, dict) and _DETECTOR in value:
             restore_snapshot(inner, value[_DETECTOR])  # it keeps its networks, too
         else:
-            setattr(detector, key, _unplain(value))
+            setattr(detector, key, _unplain(value, done))
 
 
 def build_detector(snapshot: Mapping[str, Any]) -> Detector:
     """Make a detector from its snapshot, if it is one of ours or of the framework's. Its networks are None.
 
     Raises:
-        ValueError: if its class belongs to neither.
+        ValueError: if its class belongs to neither, or the snapshot is damaged.
     """
+    _check(snapshot)
     # only classes of these two packages: the file must not choose what is run
     if "state" in snapshot and snapshot["detector"] in rmd_plugin.__all__:
         return load_detector(snapshot["state"])
@@ -137,11 +140,17 @@ def _plain(value: Any) -> Any:
     raise NotKeptError(f"it holds a {type(value).__name__}, which is no tensor, number or text.")
 
 
-def _unplain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):  # tuples: of earlier versions
-        return type(value)(_unplain(item) for item in value)
-    if not isinstance(value, dict):
+def _unplain(value: Any, done: dict[int, Any]) -> Any:
+    if not isinstance(value, (list, tuple, dict)):
         return value
+    if id(value) not in done:  # what stands in several places is made once
+        done[id(value)] = _rebuild(value, done)
+    return done[id(value)]
+
+
+def _rebuild(value: Any, done: dict[int, Any]) -> Any:
+    if isinstance(value, (list, tuple)):  # tuples: of earlier versions
+        return type(value)([_unplain(item, done) for item in value])
     [(kind, content)] = value.items() if len(value) == 1 else [("", None)]
     if kind == _ARRAY:
         return content.numpy()
@@ -153,15 +162,32 @@ def _unplain(value: Any) -> Any:
         items = {key: nn.Parameter(item, requires_grad=False) for key, item in content.items()}
         return nn.ParameterDict(items)
     if kind == _TUPLE:
-        return tuple(_unplain(item) for item in content)
+        return tuple(_unplain(content, done))
     if kind == _ITEMS:
-        return {_unplain(key): _unplain(item) for key, item in content}
+        return {_unplain(key, done): _unplain(item, done) for key, item in content}
     if kind == _NEIGHBORS:
         from sklearn.neighbors import NearestNeighbors  # takes a second
 
-        neighbors, bank = NearestNeighbors(**_unplain(content["options"])), _unplain(content["bank"])
+        neighbors, bank = NearestNeighbors(**_unplain(content["options"], done)), _unplain(content["bank"], done)
         return neighbors.fit(bank) if len(bank) else neighbors
-    return {key: _unplain(item) for key, item in value.items()}
+    return {key: _unplain(item, done) for key, item in value.items()}
+
+
+def _check(snapshot: Any) -> None:
+    """Refuse what :func:`take_snapshot` cannot have made."""
+    found = snapshot if isinstance(snapshot, Mapping) else {}
+    attributes, networks = found.get("attributes"), found.get("networks")
+    whole = isinstance(found.get("state"), dict)
+    if not whole and isinstance(attributes, dict) and isinstance(networks, list):
+        whole = all(isinstance(name, str) and not name.startswith("__") for name in (*attributes, *networks))
+    if not whole or not isinstance(found.get("detector"), str):
+        raise damaged(snapshot)
+
+
+def damaged(found: object) -> ValueError:
+    """The error about something that is none of the detectors that were saved."""
+    what = type(found).__name__ + (f" with {sorted(map(str, found))}" if isinstance(found, Mapping) else "")
+    return ValueError(f"expected fitted detectors as OODMonitor saves them, got {what}. The checkpoint is damaged.")
 
 
 def _dtype(name: str) -> torch.dtype:

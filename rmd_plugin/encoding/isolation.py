@@ -15,10 +15,12 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from rmd_plugin.encoding.memory import put_back
+from rmd_plugin.encoding.memory import put_back, read_attributes
 
 #: how far, and over how many objects, modules are looked for behind a callable
-_MAX_STEPS, _MAX_OBJECTS = 4, 10_000
+_MAX_STEPS, _MAX_OBJECTS = 8, 10_000
+#: numbers of a frozen parameter that is looked after as a buffer is
+_MAX_COUNTER = 1000
 
 
 @contextmanager
@@ -94,7 +96,7 @@ def _parts(value: object) -> list[object]:
         return []
     if isinstance(value, (dict, list, tuple, set)):
         return list(islice(value.values() if isinstance(value, dict) else value, 100))
-    parts = list(getattr(value, "__dict__", {}).values())
+    parts = list(read_attributes(value).values())
     # of a bound method, and of a partial
     parts += [getattr(value, name, None) for name in ("__self__", "__func__", "func", "args", "keywords")]
     if isinstance(value, FunctionType):
@@ -158,15 +160,16 @@ def isolated_rng(seed: int) -> Iterator[None]:
 def visiting(module: nn.Module, seed: int) -> Iterator[None]:
     """Use a module that is in the middle of its training: in evaluation mode, and without leaving a trace.
 
-    Random states, the mode of every submodule, buffers (such as running statistics), gradients, ``requires_grad`` and
-    what :func:`put_back` finds are restored.
+    Random states, the mode of every submodule, buffers (such as running statistics), small frozen parameters,
+    gradients, ``requires_grad`` and what :func:`put_back` finds are restored.
     """
     gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in module.parameters()]
-    buffers = [
-        (owner, name, buffer, buffer.clone())
+    buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
+        (kept, name, tensor, tensor.clone())
         for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
+        for kept in (owner._buffers, owner._parameters)
+        for name, tensor in kept.items()
+        if tensor is not None and (kept is owner._buffers or _is_counter(tensor))
     ]
     with isolated_rng(seed), evaluating(module), put_back(module):
         try:
@@ -179,7 +182,12 @@ def visiting(module: nn.Module, seed: int) -> Iterator[None]:
                 if parameter.requires_grad != requires_grad:
                     parameter.requires_grad_(requires_grad)
             with torch.no_grad():
-                for owner, name, buffer, before in buffers:
-                    owner._buffers[name] = buffer
+                for kept, name, buffer, before in buffers:
+                    kept[name] = buffer
                     if not torch.equal(buffer, before):
                         buffer.copy_(before)
+
+
+def _is_counter(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is none that is trained: a number or two that the module itself may change."""
+    return type(parameter) is nn.Parameter and not parameter.requires_grad and parameter.numel() <= _MAX_COUNTER

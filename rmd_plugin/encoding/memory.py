@@ -7,7 +7,7 @@ import io
 import random
 import sys
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,21 +19,22 @@ from torch import Tensor, nn
 #: bounds of the search
 _OBJECTS, _ITEMS = 5000, 1000
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-_CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
+_CONTAINERS = (OrderedDict, dict, list, deque, set)
+#: arrays and tensors of data up to so many bytes are copied
+_SMALL = 1 << 16
 #: torch keeps these of a module itself, and evaluation mode is somebody else's
 _INTERNAL = frozenset(vars(nn.Module()))
 #: objects of these packages work at other times too: nothing of them is put back
 _FOREIGN = {"torch", "pytorch_lightning", "lightning", "lightning_fabric"}
-#: methods by which a loader or a module calls objects of the user's
-_CALLED = ("__getitem__", "__getitems__", "__call__", "forward")
 
 
 @contextmanager
 def put_back(module: nn.Module | None = None, data: Iterable[object] = ()) -> Iterator[list[str]]:
     """Put back, after the block, what it has changed in the memory of a module and of things that make its data.
 
-    These are generators of random numbers, wherever they are within reach; and attributes, with lists, dicts and sets
-    among them, of the module's parts and of the data's objects. The search is bounded, and big arrays are not copied.
+    These are generators of random numbers, wherever they are within reach; and attributes, those of classes and the
+    variables of closures too, with lists, dicts, sets and small arrays among them, of the module's parts and of the
+    data's objects. The search is bounded, and big arrays are not copied.
 
     Args:
         module: its tensors are not looked at, but those in plain attributes.
@@ -76,43 +77,52 @@ class _Memory:
         """Keep one object, and give the objects in it: each with its name, and whether it is its owner's own."""
         if isinstance(thing, _GENERATORS):
             self._keep_generator(thing, where)
-        elif type(thing) in (*_CONTAINERS, tuple):
-            if own and type(thing) is not tuple:
+        elif isinstance(thing, (*_CONTAINERS, tuple)):
+            if own and not isinstance(thing, tuple):
                 self.undo.append(_restore_items(thing))
             if len(thing) <= _ITEMS:
                 values = thing.items() if isinstance(thing, dict) else enumerate(thing)
-                yield from ((value, f"[{key!r}]", True) for key, value in values)
+                yield from ((value, f"[{key!r}]", True) for key, value in list(values))
+            yield from self._look_at_attributes(thing, where, own)
         elif isinstance(thing, functools.partial):
             yield from ((part, "", False) for part in (thing.func, thing.args, thing.keywords))
         elif callable(thing) and not isinstance(getattr(thing, "__self__", None), (type(None), types.ModuleType)):
             yield from ((part, "", False) for part in (thing.__self__, getattr(thing, "__func__", None)))
         elif isinstance(thing, types.FunctionType):
+            if own:
+                self.undo.extend(_restore_cell(cell) for cell in thing.__closure__ or ())
             yield from _of_function(thing)
         elif isinstance(thing, Iterator) and not isinstance(thing, io.IOBase):
             self.lost.append(where)
-        elif not isinstance(thing, (type, types.ModuleType, Tensor)) and hasattr(thing, "__dict__"):
+        elif isinstance(thing, np.ndarray):
+            if own and thing.nbytes <= _SMALL and not thing.dtype.hasobject:
+                self.undo.append(_restore_array(thing))
+        elif not isinstance(thing, (type, types.ModuleType, Tensor)):
             yield from self._look_at_attributes(thing, where, own)
 
     def _look_at_attributes(self, thing: Any, where: str, own: bool) -> Iterator[tuple[Any, str, bool]]:
         # FSDP2 makes a class of its own from that of each module
-        kinds = (kind.__module__ for kind in type(thing).__mro__)
-        package = next(kind for kind in kinds if not kind.startswith("torch.distributed.")).partition(".")[0]
+        kinds = [kind for kind in type(thing).__mro__ if not kind.__module__.startswith("torch.distributed.")]
+        package = _package(kinds[0])
         if package in sys.stdlib_module_names or package in _FOREIGN - {"torch"}:
             return
-        values = vars(thing)
+        users = [kind for kind in kinds if _package(kind) not in sys.stdlib_module_names | _FOREIGN]
+        hidden = _INTERNAL if isinstance(thing, nn.Module) else frozenset()
+        values = {name: value for name, value in read_attributes(thing).items() if name not in hidden}
+        shared = {name: value for kind in users for name, value in _class_attributes(kind).items()}
         if own and package not in _FOREIGN:
-            hidden = _INTERNAL if isinstance(thing, nn.Module) else frozenset()
-            self.undo.append(_restore_attributes(values, hidden))
+            self.undo.append(_restore_attributes(thing, functools.partial(read_attributes, thing), hidden))
+            self.undo += [_restore_attributes(kind, functools.partial(_class_attributes, kind)) for kind in users]
             for name, value in values.items():
                 if isinstance(value, Tensor):
-                    self._keep_tensor(value, f"{where}.{name}", copied=isinstance(thing, nn.Module))
+                    copied = isinstance(thing, nn.Module) or value.numel() * value.element_size() <= _SMALL
+                    self._keep_tensor(value, f"{where}.{name}", copied=copied)
         if isinstance(thing, nn.Module):
             yield from ((child, f".{name}", False) for name, child in thing.named_children())
-        for method in _CALLED:
-            yield from _of_function(getattr(type(thing), method, None))
-        for name, value in values.items():
-            if not isinstance(thing, nn.Module) or name not in _INTERNAL:
-                yield value, f".{name}", type(value) in _CONTAINERS
+        for method in [value for kind in users for value in vars(kind).values()]:
+            yield from _of_function(method)
+        for name, value in (shared | values).items():
+            yield value, f".{name}", isinstance(value, (*_CONTAINERS, np.ndarray))
 
     def _keep_generator(self, generator: Any, where: str) -> None:
         if isinstance(generator, np.random.Generator):
@@ -153,21 +163,56 @@ def _of_function(function: object) -> Iterator[tuple[Any, str, bool]]:
         except ValueError:  # not filled yet
             continue
     used = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
-    cells += [(name, value) for name, value in used if isinstance(value, _GENERATORS)]
+    # and what the functions of the same package use
+    cells += [(name, value) for name, value in used if isinstance(value, _GENERATORS) or _beside(value, function)]
     yield from ((value, f"<{name}>", False) for name, value in cells)
     yield from ((value, "", False) for value in (function.__defaults__, function.__kwdefaults__) if value)
 
 
+def _beside(value: object, function: types.FunctionType) -> bool:
+    return isinstance(value, types.FunctionType) and _package(value) == _package(function)
+
+
+def _package(thing: type | types.FunctionType) -> str:
+    return str(thing.__module__).partition(".")[0]
+
+
+def read_attributes(thing: object) -> dict[str, Any]:
+    """The attributes of an object by name: those of its dictionary, and those in slots."""
+    slots = (kind.__dict__.get("__slots__", ()) for kind in type(thing).__mro__)
+    names = [name for slot in slots for name in ([slot] if isinstance(slot, str) else slot)]
+    found = {
+        name: getattr(thing, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(thing, name)
+    }
+    return found | getattr(thing, "__dict__", {})
+
+
+def _class_attributes(kind: type) -> dict[str, Any]:
+    """What a class keeps for all of its objects: no methods, nothing of Python's own."""
+    described = (types.FunctionType, types.MemberDescriptorType, classmethod, staticmethod, property)
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith(("__", "_abc_")) and not isinstance(value, described)
+    }
+
+
 def _restore_items(container: Any) -> Callable[[], None]:
-    before = list(container.items() if isinstance(container, dict) else container)
-    keys = isinstance(container, dict)
+    # of the plain kind: a subclass may give its methods another meaning, as Counter does
+    kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+    pairs = issubclass(kind, dict)
+    before = list(kind.items(container) if pairs else kind.__iter__(container))
 
     def undo() -> None:
-        now = container.items() if keys else container
-        if len(now) == len(before) and all(_is(a, b, keys) for a, b in zip(now, before, strict=True)):
+        now = kind.items(container) if pairs else container
+        if len(now) == len(before) and all(_is(a, b, pairs) for a, b in zip(now, before, strict=True)):
             return
-        container.clear()
-        (container.update if keys or isinstance(container, set) else container.extend)(before)
+        kind.clear(container)
+        if pairs:
+            for key, value in before:
+                kind.__setitem__(container, key, value)
+        else:
+            (kind.update if kind is set else kind.extend)(container, before)
 
     return undo
 
@@ -177,12 +222,41 @@ def _is(first: Any, second: Any, pairs: bool) -> bool:
     return first[0] is second[0] and first[1] is second[1] if pairs else first is second
 
 
-def _restore_attributes(values: dict[str, Any], hidden: frozenset[str]) -> Callable[[], None]:
-    before = {name: value for name, value in values.items() if name not in hidden}
+def _restore_array(array: np.ndarray) -> Callable[[], None]:
+    before = array.copy()
 
     def undo() -> None:
-        for name in [name for name in values if name not in hidden and name not in before]:
-            del values[name]
-        values.update({name: value for name, value in before.items() if values.get(name, before) is not value})
+        if array.flags.writeable:
+            array[...] = before
+
+    return undo
+
+
+def _restore_cell(cell: types.CellType) -> Callable[[], None]:
+    try:
+        before = cell.cell_contents
+    except ValueError:  # not filled yet
+        return lambda: None
+
+    def undo() -> None:
+        cell.cell_contents = before
+
+    return undo
+
+
+def _restore_attributes(
+    owner: object, read: Callable[[], dict[str, Any]], hidden: frozenset[str] = frozenset()
+) -> Callable[[], None]:
+    """By the plain ways of Python: what an owner does itself when it is given an attribute was done before."""
+    before = {name: value for name, value in read().items() if name not in hidden}
+    kind: Any = type if isinstance(owner, type) else object
+
+    def undo() -> None:
+        now = {name: value for name, value in read().items() if name not in hidden}
+        for name in now.keys() - before.keys():
+            kind.__delattr__(owner, name)
+        for name, value in before.items():
+            if now.get(name, before) is not value:
+                kind.__setattr__(owner, name, value)
 
     return undo

@@ -120,11 +120,12 @@ class Checkpoint:
             CheckpointError: if it holds anything but tensors, numbers, texts and containers of these.
         """
         done: dict[int, Any] = {}  # what stands in several places is read once
+        storages: dict[str, bytearray] = {}  # by key; tensors may be views of the same one
 
         def read(value: Any, file: zipfile.ZipFile) -> Any:
             if id(value) not in done:
                 if isinstance(value, _SavedTensor):
-                    done[id(value)] = _read_tensor(file, value).to(map_location)
+                    done[id(value)] = _read_tensor(file, value, storages).to(map_location)
                 elif isinstance(value, dict):
                     done[id(value)] = {read(key, file): read(item, file) for key, item in value.items()}
                 elif isinstance(value, (list, tuple)):
@@ -160,11 +161,13 @@ def _unpickle(file: zipfile.ZipFile) -> Any:
     return _InertUnpickler(io.BytesIO(_record(file, "data.pkl"))).load()
 
 
-def _read_tensor(file: zipfile.ZipFile, saved: _SavedTensor) -> Tensor:
+def _read_tensor(file: zipfile.ZipFile, saved: _SavedTensor, storages: dict[str, bytearray]) -> Tensor:
     storage, dtype, (size, stride, offset) = saved.storage, saved.dtype, saved.layout
     if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
         raise pickle.UnpicklingError(f"a tensor is said to be of type {dtype} and stored in {storage}")
-    buffer = bytearray(_record(file, f"data/{storage.key}"))
+    if storage.key not in storages:
+        storages[storage.key] = bytearray(_record(file, f"data/{storage.key}"))
+    buffer = storages[storage.key]
     # what is not stored cannot be asked for, nor views that repeat it
     if math.prod(size) * dtype.itemsize > len(buffer):
         raise pickle.UnpicklingError(f"a {dtype} tensor of shape {size} is said to lie in {len(buffer)} bytes")

@@ -210,10 +210,6 @@ def _read(specs: Any) -> dict[str, Spec]:
             raise ValueError(f"the name of a detector must be a text without '/', got {name!r}.")
         if isinstance(spec, str):
             spec = resolve_name(spec) if "." in spec else getattr(rmd_plugin, spec)()
-        elif (isinstance(spec, type) and issubclass(spec, Calibrated)) or isinstance(spec, Calibrated):
-            raise TypeError(
-                f"{name!r}: the monitor calibrates by itself. Give it the detector, and alpha= to the monitor."
-            )
         if not isinstance(spec, Detector) and not callable(spec):
             raise TypeError(
                 f"{name!r} must be a pytorch_ood Detector, a class of one, or a function that makes one from the "

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rmd_plugin.detectors.snapshot import damaged
 from rmd_plugin.monitor.inert import Checkpoint
 
 #: what every state begins with
@@ -32,3 +33,5 @@ def check_format(state: Mapping[str, Any]) -> None:
     if any(state.get(key) != value for key, value in HEADER.items()):
         expected, found = HEADER["format"], state.get("format")
         raise ValueError(f"expected the state of an OODMonitor, format {expected}, got format {found!r}.")
+    if not isinstance(state.get("detectors"), dict):
+        raise damaged(state.get("detectors"))

@@ -1,5 +1,7 @@
 """last.ckpt by itself, without the commands, so that it can be tested with every release of Lightning."""
 
+import errno
+from pathlib import Path
 from types import SimpleNamespace
 
 import callback_kit as kit
@@ -72,3 +74,20 @@ def test_a_training_goes_on_as_if_it_had_never_failed(tmp_path, options):
     # and a training that is over stays as it is
     again, logs_again = run(tmp_path / "parts", **options)
     assert (again.global_step, logs_again) == (whole.global_step, logs)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_no_part_of_a_new_one(tmp_path, monkeypatch):
+    save, steps = pl.Trainer.save_checkpoint, []
+
+    def full(self, path, *arguments, **options):
+        save(self, path, *arguments, **options)
+        if Path(path).name == ".last.ckpt.tmp":
+            steps.append(self.global_step)
+            if len(steps) == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pl.Trainer, "save_checkpoint", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(tmp_path, max_epochs=4)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == steps[0] < steps[1]
+    assert not (tmp_path / ".last.ckpt.tmp").exists()

@@ -1,8 +1,10 @@
 """``resume=true``: last.ckpt is the last, what may have changed, what is refused, damaged checkpoints."""
 
 import csv
+import os
 
 import config_kit
+import numpy as np
 import pytest
 import torch
 
@@ -131,6 +133,40 @@ def test_a_damaged_last_checkpoint_gives_way_to_the_best_one(train, damage):
     assert "best.ckpt" in printed
     assert same(f"out/{LAST}", f"whole/{LAST}")
     assert RunFolder("out").file("rows.csv").read_bytes() == RunFolder("whole").file("rows.csv").read_bytes()
+
+
+def test_a_run_that_was_moved_goes_on_with_its_own_best_weights(train):
+    options = ["optimizer.optimizer.lr=0.02"]
+    train(*options, "trainer.max_epochs=5", out="whole")
+    train(*options)
+    os.rename("out", "moved")
+    train(*options, "seed=1")  # another run takes its place
+    train(*options, "trainer.max_epochs=5", "resume=true", out="moved")
+    assert same(f"moved/{BEST}", f"whole/{BEST}")
+    assert RunFolder("moved").file("rows.csv").read_bytes() == RunFolder("whole").file("rows.csv").read_bytes()
+    os.rename("moved", "again")
+    train(*options, "trainer.max_epochs=5", "resume=true", "resamples=6", out="again")
+    with np.load("whole/scores.npz") as whole, np.load("again/scores.npz") as again:
+        assert all(np.array_equal(whole[name], again[name]) for name in whole)
+
+
+def test_weights_without_a_config_that_says_how_they_were_trained_are_refused(train):
+    train()
+    RunFolder("out").file("config.yaml").unlink()
+    code, printed = train("resume=true", "seed=1", check=False)
+    assert code == 1
+    assert "no config.yaml" in printed
+    assert "ckpt_path=" in printed
+
+
+@pytest.mark.parametrize("text", ["- a list", "a: [1", "a: ${"])
+def test_a_damaged_config_is_one_sentence(train, text):
+    train()
+    RunFolder("out").file("config.yaml").write_text(text)
+    code, printed = train("resume=true", check=False)
+    assert code == 1
+    assert "config.yaml is damaged: " in printed
+    assert "Traceback" not in printed
 
 
 def test_if_no_checkpoint_is_whole_the_training_begins_again(train):

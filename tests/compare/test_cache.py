@@ -142,6 +142,12 @@ DAMAGES = {
     "other format": lambda folder: (folder / "entry.json").write_text('{"format": 99}'),
     "without checksums": lambda folder: (folder / "entry.json").write_text('{"format": 1, "shape": [7, 5]}'),
     "a list": lambda folder: (folder / "entry.json").write_text("[]"),
+    "deep json": lambda folder: (folder / "entry.json").write_text("[" * 100_000),
+    "other key": lambda folder: (folder / "entry.json").write_text(
+        (folder / "entry.json").read_text().replace(KEY, OTHER)
+    ),
+    "a pipe": lambda folder: ((folder / "labels.npy").unlink(), os.mkfifo(folder / "labels.npy")),
+    "a folder": lambda folder: ((folder / "labels.npy").unlink(), (folder / "labels.npy").mkdir()),
     "empty": lambda folder: (folder / "labels.npy").write_bytes(b""),
     "other labels": lambda folder: np.save(folder / "labels.npy", LABELS * 0),
 }
@@ -201,11 +207,13 @@ def test_a_real_limit_of_the_operating_system_is_one_clear_error(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_an_unreadable_file_is_one_clear_error(tmp_path):
+def test_an_unreadable_file_is_one_clear_error(tmp_path, monkeypatch):
+    def broken(path, **_options):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
     cache = FeatureCache(tmp_path)
     folder = cache.fetch(KEY, batches, 7).folder
-    (folder / "features.npy").unlink()
-    (folder / "features.npy").mkdir()
+    monkeypatch.setattr(feature_cache.np, "memmap", broken)
     with pytest.raises(CacheError) as caught:
         cache.fetch(KEY, batches, 7)
     assert str(folder / "features.npy") in one_clear_error(caught)

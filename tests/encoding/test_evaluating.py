@@ -22,8 +22,22 @@ class Holder:
     __call__ = encode
 
 
+class Slots:
+    __slots__ = ("net",)
+
+    def __init__(self, net):
+        self.net = net
+
+    def __call__(self, x):
+        return self.net(x)
+
+
 def apply(net, x, *, extra=None):
     return net(x)
+
+
+def apply_both(first, last, x):
+    return last(first.net(x))
 
 
 def make(kind, net):
@@ -53,12 +67,13 @@ def make(kind, net):
         "object's method": Holder(net).encode,
         "compiled": torch.compile(lambda x: net(x), backend="eager"),
         "hidden": found_when_called,
+        "partly hidden": functools.partial(apply_both, Slots(net), nn.Identity()),
     }[kind]
 
 
 KINDS = [
     *("module", "method", "closure", "global", "part", "functional", "partial", "nested", "default", "object"),
-    *("object's method", "compiled", "hidden"),
+    *("object's method", "compiled", "hidden", "partly hidden"),
 ]
 
 

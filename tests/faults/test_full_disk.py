@@ -1,6 +1,7 @@
 """A disk that is full or read-only: one clear error, and what was there before stays whole."""
 
 import errno
+import io
 import os
 import resource
 import subprocess
@@ -74,6 +75,17 @@ def test_a_save_over_the_limit_of_a_file_leaves_the_old_detector(tmp_path, limit
     assert caught.value.filename == str(path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["rmd.pt"]
+
+
+def test_a_save_into_a_pipe_or_device_does_not_put_a_file_in_its_place(tmp_path):
+    pipe, detector = tmp_path / "pipe", fitted(4)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    detector.save(pipe)
+    assert pipe.is_fifo()
+    found = Mahalanobis.load(io.BytesIO(os.read(reader, 1 << 16)))
+    os.close(reader)
+    assert torch.equal(found.predict_features(torch.eye(4)), detector.predict_features(torch.eye(4)))
 
 
 def test_a_cache_entry_over_the_limit_of_a_file_leaves_the_others(tmp_path, limited):

@@ -151,6 +151,41 @@ def test_other_files_are_told(tmp_path):
     assert monitor_states(tmp_path / "list.ckpt", "cpu") == {}
 
 
+def nested(levels=60):
+    value = [1]
+    for _ in range(levels):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "detectors",
+    [
+        None,
+        [1],
+        {"a": None},
+        {"a": {}},
+        {"a": {"detector": "RMD"}},
+        {"a": {"detector": "RMD", "state": 3}},
+        {"a": {"detector": nested(), "state": {}}},
+        {"a": {"detector": "KNN", "attributes": {}}},
+        {"a": {"detector": "KNN", "attributes": {"__class__": 1}, "networks": []}},
+        {"a": {"detector": "KNN", "attributes": {}, "networks": ["__dict__"]}},
+        {"a": {"detector": "KNN", "attributes": {"inner": {"__detector__": {}}}, "networks": []}},
+    ],
+)
+def test_detectors_in_another_form_are_told_as_damaged(tmp_path, detectors):
+    torch.save(state(detectors=detectors), tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match="damaged"):
+        OODMonitor.load_detectors(tmp_path / "a.ckpt")
+
+
+def test_what_stands_in_many_places_of_a_detector_is_restored_once(tmp_path):
+    snapshot = {"detector": "KNN", "attributes": {"x": nested()}, "networks": []}
+    torch.save(state(detectors={"a": snapshot}), tmp_path / "a.ckpt")
+    assert len(OODMonitor.load_detectors(tmp_path / "a.ckpt")["a"].x) == 2
+
+
 # -- what must never run ---------------------------------------------------------------------------------------------
 
 RAN = []
@@ -319,14 +354,19 @@ def test_tensors_that_lie_about_their_place_are_refused(tmp_path, value):
 
 
 def test_what_stands_in_many_places_is_read_once_and_cycles_are_refused(tmp_path):
-    laughs = [1]
-    for _ in range(60):
-        laughs = [laughs, laughs]
-    assert read(forged(laughs, tmp_path / "a.ckpt"))["x"][0] is not None
+    assert read(forged(nested(), tmp_path / "a.ckpt"))["x"][0] is not None
     cycle = []
     cycle.append(cycle)
     with pytest.raises(CheckpointError, match="RecursionError"):
         read(forged(cycle, tmp_path / "b.ckpt"))
+
+
+def test_views_of_one_storage_take_its_memory_once(tmp_path):
+    whole = torch.arange(1000.0)
+    torch.save(state(views=[whole[first:] for first in range(50)]), tmp_path / "a.ckpt")
+    views = read(tmp_path / "a.ckpt")["views"]
+    assert all(torch.equal(view, whole[first:]) for first, view in enumerate(views))
+    assert len({view.untyped_storage().data_ptr() for view in views}) == 1  # else a small file fills any memory
 
 
 def test_compressed_files_are_refused_since_they_may_grow_without_end(tmp_path):

@@ -1,6 +1,8 @@
 """A good guest: training with the monitor gives the bits of training without it."""
 
+import math
 import random
+from collections import Counter, OrderedDict
 
 import callback_kit as kit
 import numpy as np
@@ -261,6 +263,51 @@ class Counting(Augmented):
         return self.x[index] + shift, self.y[index]
 
 
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        self.calls = 0
+
+
+class Everywhere(Augmented):
+    """Counts where attributes of plain objects do not show it: slots, classes, closures, arrays, kinds of dicts."""
+
+    calls, draws = 0, np.random.default_rng(8)
+
+    def __init__(self):
+        super().__init__()
+        type(self).calls, type(self).draws = 0, np.random.default_rng(8)
+        self.slotted, self.array, self.tensor = Slotted(), np.zeros(1), torch.zeros(1)
+        self.counter, self.ordered, self.step = Counter(), OrderedDict(), counting()
+
+    def __getitem__(self, index):
+        type(self).calls += 1
+        self.slotted.calls += 1
+        self.array += 1
+        self.tensor += 1
+        self.counter[index] += 1
+        self.ordered[index] = self.ordered.pop(index, 0) + 1
+        counts = self.calls, self.slotted.calls, self.array.item(), self.tensor.item(), self.step()
+        counts += self.counter[index], next(iter(self.ordered)), float(self.draws.random()), draw_globally()
+        return self.x[index] + 0.01 * math.sin(math.fsum(counts)), self.y[index]
+
+
+def counting():
+    calls = 0
+
+    def step():
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return step
+
+
+def draw_globally():
+    return float(GLOBAL_DRAWS.random())
+
+
 class Jitter:
     """A transform with a generator of its own."""
 
@@ -309,6 +356,11 @@ def from_global():
     return FromGlobal()
 
 
+def everywhere():
+    from_global()
+    return Everywhere()
+
+
 def over(make):
     return lambda: DataLoader(make(), 16, shuffle=True, generator=torch.Generator().manual_seed(6))
 
@@ -322,6 +374,7 @@ STATEFUL_DATA = {
     "subsets and transforms": over(nested),
     "global name": over(from_global),
     "counters and lists": over(Counting),
+    "everywhere": over(everywhere),
     "collation": collated,
 }
 
@@ -349,17 +402,24 @@ class Moody(nn.Module):
         self.calls, self.means, self.bank = 0, [], {}
         self.register_buffer("hidden", torch.zeros(()), persistent=False)
         self.queue, self.draws = torch.zeros(4), np.random.default_rng(1)
+        self.steps, self.array = nn.Parameter(torch.zeros(()), requires_grad=False), np.zeros(1)
         self.last = None
 
     def forward(self, x):
         self.calls += 1
         self.hidden += 1
+        self.steps.data += 1
+        self.array += 1
         self.queue[self.calls % 4] = self.calls
         self.means.append(self.calls)
         self.bank[self.calls % 7] = self.calls
         seen = self.calls + len(self.means) + sum(self.bank.values()) + (0 if self.last is None else self.last)
         self.last = self.calls
-        return x * (1 + 0.01 * torch.sin(seen + self.hidden + self.queue.sum()) + 0.01 * self.draws.random())
+        return x * (
+            1
+            + 0.01 * torch.sin(seen + self.steps + self.array.item() + self.hidden + self.queue.sum())
+            + 0.01 * self.draws.random()
+        )
 
 
 def stateful_module(kind):

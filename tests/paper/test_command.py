@@ -19,6 +19,7 @@ from pytorch_lightning.utilities.warnings import PossibleUserWarning
 
 from rmd_plugin.app import commands
 from rmd_plugin.app.classifier import Classifier
+from rmd_plugin.app.configs import repeatable
 from rmd_plugin.app.data import BenchmarkData
 from rmd_plugin.app.parts import make_callbacks, make_detectors
 from rmd_plugin.backbones.small import SmallCNN
@@ -349,6 +350,7 @@ def test_a_damaged_checkpoint_of_a_finished_run_is_one_sentence_with_the_remedy(
     weights = folder.path / "checkpoints" / "last.ckpt"
     weights.parent.mkdir(parents=True)
     weights.write_bytes(b"PK\x03\x04 and then the disk was full")
+    folder.write_config(repeatable(cfg, "train"))
     folder.write_rows([])
     folder.finish()
     assert folder.done
