@@ -36,6 +36,19 @@ def evaluating(encoder: object) -> Iterator[None]:
         yield
 
 
+class Evaluated(nn.Module):
+    """A network that always runs in evaluation mode, whatever mode it is in."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the network gives."""
+        with evaluating(self.module):
+            return self.module(*inputs)
+
+
 @contextmanager
 def evaluating_calls(encoder: object) -> Iterator[None]:
     """The same around a call of the encoder: if no module is found, those that this thread calls are evaluated."""

@@ -17,6 +17,7 @@ from rmd_plugin.detectors.conformal import Calibration
 from rmd_plugin.detectors.snapshot import NotKeptError, restore_snapshot, take_snapshot
 from rmd_plugin.encoding.batch_encoder import BatchEncoder, Encoding
 from rmd_plugin.encoding.batches import EncodingError
+from rmd_plugin.encoding.isolation import Evaluated
 from rmd_plugin.monitor.lockstep import whole
 from rmd_plugin.monitor.refit import FitOutcome
 from rmd_plugin.shipped import detector_options
@@ -195,7 +196,7 @@ def give_network(detector: Detector, module: nn.Module, *, head: str | None, enc
     elif isinstance(detector, FeaturesDetector):
         detector.encoder = Encoding(module, head, encoder)
     else:
-        detector.model = module  # type: ignore[attr-defined]
+        detector.model = Evaluated(module)  # type: ignore[attr-defined]
 
 
 def _read(specs: Any) -> dict[str, Spec]:
