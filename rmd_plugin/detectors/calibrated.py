@@ -74,7 +74,8 @@ class Calibrated(Detector):
     @property
     def device(self) -> torch.device | None:
         """Device of the wrapped detector."""
-        return self.detector.device
+        found: torch.device | None = self.detector.device
+        return found
 
     def to(self, device: torch.device | str) -> Self:
         """Move the detector and its calibration."""
@@ -94,7 +95,7 @@ class Calibrated(Detector):
         if not name.startswith("fit_"):
             return value
 
-        def fit(*args: Any, **kwargs: Any) -> Self:
+        def fit(*args: Any, **kwargs: Any) -> Calibrated:
             self.calibration = None
             value(*args, **kwargs)
             return self
@@ -378,7 +379,7 @@ class _LogitsScore(nn.Module):
         self._detector = detector
 
     def forward(self, logits: Tensor) -> Tensor:
-        return cast(Tensor, self._detector.predict_logits(logits))
+        return self._detector.predict_logits(logits)
 
     def class_scores(self, logits: Tensor) -> Tensor:
         return -logits
@@ -390,6 +391,13 @@ class CalibratedScore(nn.Module):
     scores: Tensor
     at_least: Tensor
     threshold: Tensor
+    #: those of each class
+    keys: Tensor
+    class_at_least: Tensor
+    past: Tensor
+    known: Tensor
+    pooled: Tensor
+    sizes: Tensor
 
     def __init__(self, score: nn.Module, calibrated: Calibrated) -> None:
         super().__init__()
@@ -403,9 +411,8 @@ class CalibratedScore(nn.Module):
             classes = torch.arange(len(calibration.overcount))
             self.stride = len(calibration.scores) + 1
             past = at_least[torch.searchsorted(keys, (classes + 1) * self.stride)]
-            known = (
-                calibrated.detector._state["classes"] if isinstance(calibrated.detector, StatefulDetector) else classes
-            )
+            inner = calibrated.detector
+            known = inner._state["classes"] if isinstance(inner, StatefulDetector) else classes
             self.register_buffer("keys", _padded(keys, torch.iinfo(torch.long).max))
             self.register_buffer("class_at_least", _padded(at_least, 0))
             self.register_buffer("past", past)
@@ -418,9 +425,9 @@ class CalibratedScore(nn.Module):
         scores = self.score(values)
         wide = scores.double()
         ranks = _search(self.scores, wide)
-        above, size, threshold = self.at_least[ranks], self.size, self.threshold
+        above, size, threshold = self.at_least[ranks], torch.tensor(self.size), self.threshold
         if self.per_class:
-            classes = self.known[self.score.class_scores(values).argmin(1)]
+            classes = self.known[self.score.class_scores(values).argmin(1)]  # type: ignore[operator]
             # NaN ranks lie behind all others
             keys = classes * self.stride + ranks.clamp(max=self.stride - 1)
             own = self.class_at_least[_search(self.keys, keys)] - self.past[classes]

@@ -136,6 +136,7 @@ class Calibration:
         if "classes" in tensors:
             specs["classes"] = TensorSpec("m", torch.long)
         check_tensors(tensors, specs, {})
+        tensors = {name: tensors[name] for name in specs}
         classes = tensors.get("classes")
         wrong = [bool(tensors["scores"].isnan().any()), bool((tensors["weights"] < 1).any())]
         wrong.append(classes is not None and not bool(((classes >= 0) & (classes < len(tensors["overcount"]))).all()))
@@ -365,7 +366,7 @@ class CalibrationScores(ScoreMetric):
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
         """Add the scores that another one has seen: the metric, or a dict with its states."""
         super().merge_state(incoming_state)
-        state = incoming_state if isinstance(incoming_state, dict) else incoming_state.metric_state
+        state: dict[str, Any] = incoming_state if isinstance(incoming_state, dict) else incoming_state.metric_state
         self.overcount = self.overcount + state["overcount"].to(self.overcount)
         self._compact()
 

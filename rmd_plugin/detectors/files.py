@@ -190,7 +190,8 @@ def _read_safetensors(stream: IO[bytes], map_location: str | torch.device) -> di
     content = json.loads(about)
     if "tensors" not in content:  # of earlier versions, which named them there by their own names
         content["tensors"] = {name: {_TENSOR: name} for name in tensors}
-    return _lowered(content, {name: tensor.to(map_location) for name, tensor in tensors.items()})
+    state: dict[str, Any] = _lowered(content, {name: tensor.to(map_location) for name, tensor in tensors.items()})
+    return state
 
 
 def _lifted(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -149,9 +149,10 @@ def _unplain(value: Any, done: dict[int, Any]) -> Any:
 
 
 def _rebuild(value: Any, done: dict[int, Any]) -> Any:
+    content: Any
     if isinstance(value, (list, tuple)):  # tuples: of earlier versions
         return type(value)([_unplain(item, done) for item in value])
-    [(kind, content)] = value.items() if len(value) == 1 else [("", None)]
+    kind, content = next(iter(value.items())) if len(value) == 1 else ("", None)
     if kind == _ARRAY:
         return content.numpy()
     if kind == _DTYPE:

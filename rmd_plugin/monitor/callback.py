@@ -278,7 +278,7 @@ class OODMonitor(Callback):
         history = [dict(row) for row in self.history]
         layer = self.encoder if isinstance(self.encoder, str) else None
         more = {"head": self.head, "encoder": layer, "alpha": self.alpha, "history": history, "stream": []}
-        found = {**HEADER, **more} | self._engine.roster.state_dict()
+        found: dict[str, Any] = {**HEADER, **more} | self._engine.roster.state_dict()
         for name, reason in found["unkept"].items():
             self._engine.complain(f"no checkpoint holds the fit of {name!r}: {reason}", once=True)
         return found
@@ -361,8 +361,9 @@ class OODMonitor(Callback):
             if module is not None:
                 give_network(bare(found[name]), module, head=state["head"], encoder=state.get("encoder"))
             if name in calibrations and not isinstance(found[name], Calibrated):
-                found[name] = Calibrated(found[name], state["alpha"])
-                found[name].calibration = calibrations[name].to(map_location)
+                calibrated = Calibrated(found[name], state.get("alpha", 0.05))
+                calibrated.calibration = calibrations[name].to(map_location)
+                found[name] = calibrated
         return {name: found[name] for name in state["detectors"]}
 
 

@@ -276,9 +276,7 @@ class Engine:
         if isinstance(detector, Calibrated):
             alpha = detector.alpha
             if detector.per_class:
-                self.say(
-                    f"{name!r} has per_class=True, so it is not calibrated here: call calibrate() yourself."
-                )
+                self.say(f"{name!r} has per_class=True, so it is not calibrated here: call calibrate() yourself.")
                 return math.nan
         if trainer.state.fn == TrainerFn.FITTING and len(id_scores) and not bool(id_scores.isnan().any()):
             metric = CalibrationScores(sync_on_compute=False)

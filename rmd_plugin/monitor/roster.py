@@ -14,7 +14,7 @@ import rmd_plugin
 from rmd_plugin.compare.adapters import Adapter, NetworkParts, NotSupported, adopt, build, detector_class
 from rmd_plugin.detectors.calibrated import Calibrated
 from rmd_plugin.detectors.conformal import Calibration
-from rmd_plugin.detectors.snapshot import NotKeptError, restore_snapshot, take_snapshot
+from rmd_plugin.detectors.snapshot import NotKeptError, damaged, restore_snapshot, take_snapshot
 from rmd_plugin.encoding.batch_encoder import BatchEncoder, Encoding
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.encoding.isolation import Evaluated
@@ -164,8 +164,10 @@ class Roster:
 
 def read_calibrations(state: Mapping[str, Any]) -> dict[str, Calibration]:
     """The calibrations in the state of a monitor; those of before there were any are none."""
-    # classes do not occur here, so there is no smallest one
     found = state.get("calibrations", {})
+    if not isinstance(found, dict) or not all(isinstance(tensors, dict) for tensors in found.values()):
+        raise damaged(found)
+    # classes do not occur here, so there is no smallest one
     return {name: Calibration.from_tensors(tensors, smallest_class=1) for name, tensors in found.items()}
 
 
@@ -191,12 +193,14 @@ def parts_of(encoder: BatchEncoder, *, head: str | None, seed: int) -> NetworkPa
 
 def give_network(detector: Detector, module: nn.Module, *, head: str | None, encoder: str | None) -> None:
     """Put the network in front of a loaded detector: its features, its logits, or the whole of it."""
+    network: nn.Module
     if isinstance(detector, LogitsDetector):
-        detector.model = Encoding(module, head, encoder, logits=True)
+        name, network = "model", Encoding(module, head, encoder, logits=True)
     elif isinstance(detector, FeaturesDetector):
-        detector.encoder = Encoding(module, head, encoder)
+        name, network = "encoder", Encoding(module, head, encoder)
     else:
-        detector.model = Evaluated(module)  # type: ignore[attr-defined]
+        name, network = "model", Evaluated(module)
+    setattr(detector, name, network)
 
 
 def _read(specs: Any) -> dict[str, Spec]:

@@ -154,7 +154,7 @@ def test_two_stages_in_one_command(tmp_path, data_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["lightning_script.py", "framework_benchmark.py"])
+@pytest.mark.parametrize("script", ["lightning_script.py", "framework_benchmark.py", "decide.py"])
 def test_examples_run(tmp_path, script):
     done = config_kit.python(str(ROOT / "examples" / script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
