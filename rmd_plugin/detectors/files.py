@@ -101,8 +101,9 @@ def write_state(file: File, state: Mapping[str, Any]) -> None:
     Raises:
         OSError: if it cannot be written; a file that was there is as it was.
     """
-    tensors: dict[str, Tensor] = {}
-    about = json.dumps(_lifted(state, "", tensors), default=methodcaller("item"))  # numpy's numbers
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state["tensors"].items()}
+    rest = {name: value for name, value in state.items() if name != "tensors"}
+    about = json.dumps(_lifted(rest, "", tensors), default=methodcaller("item"))  # numpy's numbers
     content = save(tensors, {_ABOUT: about, _CHECKSUM: _checksum(about, tensors)})
     if not isinstance(file, (str, PathLike)):
         file.write(content)
@@ -187,11 +188,12 @@ def _read_safetensors(stream: IO[bytes], map_location: str | torch.device) -> di
         raise _refusal(str(error)) from None
     if not whole:
         raise _refusal("its checksum does not fit its content")
-    content = json.loads(about)
-    if "tensors" not in content:  # of earlier versions, which named them there by their own names
-        content["tensors"] = {name: {_TENSOR: name} for name in tensors}
-    state: dict[str, Any] = _lowered(content, {name: tensor.to(map_location) for name, tensor in tensors.items()})
-    return state
+    tensors = {name: tensor.to(map_location) for name, tensor in tensors.items()}
+    try:
+        # those that no place inside names are the tensors of the state itself
+        return {**_lowered(json.loads(about), tensors), "tensors": tensors}
+    except (ValueError, LookupError, TypeError, RecursionError):  # somebody has made a checksum of other content
+        raise _refusal("its header describes no detector") from None
 
 
 def _lifted(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -206,10 +208,11 @@ def _lifted(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def _lowered(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _lowered(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The same with each tensor in the place of its name; it is taken away from ``tensors``."""
     if isinstance(value, dict):
         if value.keys() == {_TENSOR}:
-            return tensors[value[_TENSOR]]
+            return tensors.pop(value[_TENSOR])
         return {key: _lowered(item, tensors) for key, item in value.items()}
     return [_lowered(item, tensors) for item in value] if isinstance(value, list) else value
 

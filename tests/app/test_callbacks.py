@@ -46,6 +46,7 @@ def epochs(folder):
     return {row["epoch"] for row in folder.read_history()}
 
 
+@pytest.mark.slow
 def test_early_stopping_stops_early(run):
     # nothing gets better at a learning rate of zero: one epoch, and then patience
     folder = run(
@@ -56,12 +57,14 @@ def test_early_stopping_stops_early(run):
     assert folder.done
 
 
+@pytest.mark.slow
 def test_a_callback_of_the_users_own_joins_and_gets_its_options(run):
     Recorder.seen.clear()
     run("+callbacks.mine._target_=test_callbacks.Recorder", "+callbacks.mine.word=hello", "trainer.max_epochs=2")
     assert Recorder.seen == [("hello", 0), ("hello", 1)]
 
 
+@pytest.mark.slow
 def test_the_options_of_the_monitor_are_reached(run):
     folder = run("callbacks.ood_monitor.every_n_epochs=2", "callbacks.ood_monitor.refit=stream", "trainer.max_epochs=4")
     assert epochs(folder) == {1, 3}
@@ -94,6 +97,7 @@ def test_averaged_weights_are_the_last_ones(run):
     assert any(not torch.equal(content["state_dict"][key], other["state_dict"][key]) for key in other["state_dict"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [name for name in choices("callbacks") if name not in ("default", "none")])
 def test_every_shipped_callback_is_made(choice, tmp_path):
     cfg = composed("train", f"callbacks=[default,{choice}]", "detector=[rmd]", f"paths.output_dir={tmp_path}")

@@ -50,6 +50,7 @@ def members(choice):
 # -- choices ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_help_comes_without_torch_and_in_less_than_three_seconds(tmp_path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     code = "from rmd_plugin.app.commands import compare; compare()"
@@ -172,6 +173,7 @@ def test_a_file_of_features_is_compared_with_the_identity(run, tmp_path):
     assert {row.backbone for row in folder.read_rows()} == {"identity"}
 
 
+@pytest.mark.slow
 def test_the_mlp_finds_its_input_size_by_itself(run):
     folder, _ = run(
         "benchmark=digits", "backbone=mlp", "backbone.hidden=[16]", "detector=[rmd]", "head=null", tiny=False
@@ -194,6 +196,7 @@ def test_variants_and_models_are_part_of_the_names():
     assert run_names(config) == ("clinc150", "resnet")
 
 
+@pytest.mark.slow
 def test_a_multirun_makes_one_folder_per_job(run, tmp_path):
     sweep = tmp_path / "sweep"
     run("detector=[rmd]", "seed=0,1", f"hydra.sweep.dir={sweep}", flags=["-m"])
@@ -204,6 +207,7 @@ def test_a_multirun_makes_one_folder_per_job(run, tmp_path):
 # -- trouble ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

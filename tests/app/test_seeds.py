@@ -134,6 +134,7 @@ def test_every_backbone_is_among_them():
     assert set(BACKBONES) == set(choices("backbone"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*enable_nested_tensor.*")
 @pytest.mark.parametrize("backbone", marked(BACKBONES, FAST))
 def test_a_comparison_repeats_itself_with_every_backbone(backbone, rows, request):

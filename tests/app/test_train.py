@@ -24,6 +24,7 @@ def run(folder, *arguments, check=True):
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["optimizer", "pretrain", "trainer", "logger", "callbacks"])
 def test_every_choice_composes(group):
     for choice in choices(group):
@@ -42,6 +43,7 @@ def test_every_sweep_composes_and_sets_what_it_sweeps(sweep):
     assert composed("train", f"sweep={sweep}").hydra.sweeper.params
 
 
+@pytest.mark.slow
 def test_help_names_the_choices_and_imports_nothing_heavy(tmp_path):
     code = (
         "import sys; sys.argv = ['rmd-train', '--help']\n"

@@ -11,6 +11,7 @@ from rmd_plugin.backbones.small import SmallCNN
 VECTORS = ["benchmark=simulation", "benchmark.dim=10", "benchmark.n_train=20"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "compare"])
 @pytest.mark.parametrize("benchmark", choices("benchmark"))
 def test_the_default_backbone_stands_in_the_benchmarks_own_config(command, benchmark):

@@ -49,6 +49,7 @@ def watched(folder):
 # -- errors -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -139,6 +140,7 @@ def test_a_launcher_that_is_not_installed_names_its_extra():
 # -- monitor ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_detectors_on_logits_and_with_weights_of_the_head_can_be_watched(train):
     train("detector=[rmd,mahalanobis,msp,vim]", "monitor=[rmd,mahalanobis,msp,vim]")
     assert watched("out") == {"rmd", "mahalanobis", "msp", "vim"}

@@ -27,6 +27,7 @@ def composed(tmp_path):
     return lambda *overrides: config_kit.composed("train", *fixed, *overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", choices("trainer"))
 def test_every_trainer_is_made(composed, choice):
     if choice == "gpu" and not torch.accelerator.is_available():
@@ -38,6 +39,7 @@ def test_every_trainer_is_made(composed, choice):
     assert trainer.max_epochs == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", choices("logger"))
 def test_every_logger_is_made_or_says_what_to_install(composed, choice, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -79,6 +81,7 @@ def test_an_unknown_argument_is_refused(composed):
         make_trainer(composed("+trainer.bogus=1").trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -22,6 +22,7 @@ def test_every_planned_backbone_has_a_config() -> None:
     assert set(CONFIGS) >= PLANNED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", CONFIGS)
 def test_each_config_starts_with_its_command_and_fits_its_class(choice: str) -> None:
     first = (CONF / "backbone" / f"{choice}.yaml").read_text().splitlines()[0]
@@ -37,6 +38,7 @@ def test_each_config_starts_with_its_command_and_fits_its_class(choice: str) -> 
     assert shared <= given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "dim", "parameters", "overrides"),
     [

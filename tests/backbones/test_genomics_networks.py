@@ -172,6 +172,7 @@ def periodic_reads(count: int, length: int = 24) -> tuple[Tensor, Tensor]:
     return motifs[y][:, torch.arange(length) % 4], y
 
 
+@pytest.mark.slow
 @lightning_fit
 def test_pretraining_learns_the_language_and_its_checkpoint_starts_the_fine_tuning(tmp_path: Path) -> None:
     x, y = periodic_reads(192)

@@ -65,6 +65,7 @@ def test_the_padded_shortcut_keeps_every_second_pixel_between_zero_channels() ->
     assert not list(block.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 33, 64])
 def test_efficientnet_lite0_agrees_with_timms_on_the_same_weights(size: int) -> None:
     timm = pytest.importorskip("timm", reason="timm is not installed (extra vision)")

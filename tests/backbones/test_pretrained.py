@@ -83,6 +83,7 @@ def test_a_package_that_fails_in_itself_tells_its_own_story(tmp_path: Path, monk
     assert not isinstance(caught.value, MissingExtraError)
 
 
+@pytest.mark.slow
 def test_optional_packages_are_imported_only_when_chosen() -> None:
     code = """
 import sys
@@ -205,6 +206,7 @@ def test_a_download_tries_each_name_and_reports_the_last_reason(monkeypatch: pyt
         assert hub.asked == tried
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_name", [True, False])
 @pytest.mark.parametrize("honest", [True, False])
 def test_a_download_by_address_is_checked_against_the_hash_in_the_address(

@@ -23,6 +23,7 @@ def test_there_is_a_config_for_every_benchmark_of_the_plan():
     assert sorted(expected.split()) == NAMES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_config_names_its_command_its_class_and_the_class_s_own_defaults(name, monkeypatch):
     monkeypatch.delenv("RMD_DATA_DIR", raising=False)
@@ -46,6 +47,7 @@ def test_a_config_names_its_command_its_class_and_the_class_s_own_defaults(name,
     assert {"limit_train", "limit_test", "seed"} <= set(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_run_s_own_options_reach_the_benchmark(name):
     config = composed(name, "seed=7", "limit_train=200", "limit_test=9", "paths.data_dir=elsewhere")
@@ -67,6 +69,7 @@ def test_a_transform_can_be_given_to_the_config_when_it_is_built():
     assert float(benchmark.fit_set()[0][0].sum()) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("digits", "simulation", "features")])
 def test_absent_data_is_one_error_that_names_the_remedy(name, tmp_path):
     with pytest.raises(InstantiationException) as caught:

@@ -55,6 +55,7 @@ def test_the_module_is_differentiable():
     assert torch.autograd.gradcheck(module, (x[:4].clone().requires_grad_(),))
 
 
+@pytest.mark.slow
 @every_case
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_onnxruntime_agrees_with_eager(make, tmp_path):

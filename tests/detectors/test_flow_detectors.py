@@ -442,6 +442,7 @@ def test_divergence_goes_back_to_the_gaussian_with_a_warning(detector, blobs):
     torch.testing.assert_close(fitted.predict_features(x), start.predict_features(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", [1, 9])
 def test_an_interrupt_leaves_a_detector_that_scores(when, blobs, monkeypatch):
     z, y, x = blobs

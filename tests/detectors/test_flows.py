@@ -263,6 +263,7 @@ def unequal_classes(sizes=(50, 17, 33, 64, 12), width=4, bend=0.7):
     return x, y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize(
     "spec", [FlowSpec(4, 12), FlowSpec(4, 12, kind="rqs"), FlowSpec(4, 12, transforms=2)], ids=("maf", "rqs", "twice")

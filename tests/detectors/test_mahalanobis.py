@@ -391,6 +391,7 @@ def test_detectors_carry_what_the_framework_expects(make):
     assert not detector.fitted
 
 
+@pytest.mark.slow
 def test_the_papers_simulation():
     # Appendix D. The expected AUROC of MD follows from two chi-squared sums that are nearly normal:
     # in-distribution D +- sqrt(2D), out-of-distribution D + delta +- sqrt(2D + 4 delta), delta = (2 / sigma)^2.

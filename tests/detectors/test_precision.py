@@ -65,6 +65,7 @@ def test_normalized_features_of_any_mean_keep_their_digits(detector, dtype, mean
     assert error(scores, ORACLES[detector](unit_z, y, unit_x)) < (5e-5 if dtype == torch.float32 else 1e-6)
 
 
+@pytest.mark.slow
 @every_detector
 def test_autocast_does_not_touch_the_module_nor_its_export(make):
     z, y, x = make_blobs(dtype=torch.float32)

@@ -241,6 +241,7 @@ def limited():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_damaged_file_is_read_or_refused_by_name(name, tmp_path_factory, limited):
     target = TARGETS[name]

@@ -146,6 +146,7 @@ def test_lightnings_own_demo_module_whose_forward_is_defined_in_lightning_is_mon
 # -- LightningCLI ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_line_of_lightning_builds_it_from_yaml(root, tmp_path, monkeypatch):
     pytest.importorskip("jsonargparse")
     cli = importlib.import_module(f"{root.__name__}.cli")

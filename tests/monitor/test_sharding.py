@@ -43,6 +43,7 @@ def numbers(batch_size=32):
     return DataLoader(TensorDataset(NUMBERS), batch_size, shuffle=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 2, 3, 0.25, 0.5])
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_limited_share_holds_every_class_in_about_its_proportion(order, limit):

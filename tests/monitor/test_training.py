@@ -144,6 +144,7 @@ def test_training_with_the_monitor_gives_the_same_bits(case, tmp_path, monkeypat
         assert all(0 <= value <= 1 for value in values(monitor).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_worker_processes_are_not_disturbed(persistent):
     def workers():

@@ -68,6 +68,7 @@ def extra(*texts):
 # -- experiments ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["small", "paper"])
 @pytest.mark.parametrize("folder", [*TABLES, "robustness"])
 def test_every_shipped_experiment_composes_and_fits_what_it_names(hydra, tmp_path, scale, folder):
@@ -121,6 +122,7 @@ def test_the_papers_own_numbers_are_in_its_experiments(hydra, tmp_path):
     assert (clinc.trainer.max_epochs, clinc.optimizer.optimizer.lr) == (3, 1e-4)
 
 
+@pytest.mark.slow
 def test_an_experiment_changes_its_folder_with_what_it_does(hydra, tmp_path):
     def folder(*overrides):
         return Path(compose_experiment("robustness/digits", make_config(tmp_path, *overrides)).paths.output_dir)
@@ -133,6 +135,7 @@ def test_an_experiment_changes_its_folder_with_what_it_does(hydra, tmp_path):
     assert one == folder("paths.data_dir=elsewhere", "cache_dir=there")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("texts", "word"),
     [
@@ -163,6 +166,7 @@ def test_the_command_of_a_run_composes_to_that_run_alone(hydra, tmp_path, monkey
             )
 
 
+@pytest.mark.slow
 def test_lines_that_were_not_run_come_with_the_command_that_runs_them(hydra, tmp_path):
     run(make_config(tmp_path, "study=table3", "cells=[]"))
     summary = json.loads((tmp_path / "small" / "table3" / "study.json").read_text())
@@ -254,6 +258,7 @@ def toy_runs(monkeypatch, failing, error):
     monkeypatch.setattr(reproduce_job, "finish", toy)
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_for_whatever_reason_is_not_run_and_the_others_go_on(hydra, tmp_path, monkeypatch, caplog):
     toy_runs(monkeypatch, "cifar10", RuntimeError("CUDA out of memory"))
     run(make_config(tmp_path, "study=partial"))
@@ -264,6 +269,7 @@ def test_a_cell_that_fails_for_whatever_reason_is_not_run_and_the_others_go_on(h
     assert record.exc_info
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_cell_ends_everything(hydra, tmp_path, monkeypatch):
     toy_runs(monkeypatch, "cifar10", KeyboardInterrupt())
     with pytest.raises(SystemExit) as end:
@@ -272,6 +278,7 @@ def test_ctrl_c_in_a_cell_ends_everything(hydra, tmp_path, monkeypatch):
     assert not (tmp_path / "small").exists()
 
 
+@pytest.mark.slow
 def test_a_study_that_fails_does_not_end_the_others(hydra, tmp_path, monkeypatch, capsys):
     toy_runs(monkeypatch, None, None)
     monkeypatch.setattr(spectrum, "run", lambda *_, **__: 1 / 0)
@@ -302,6 +309,7 @@ def toy_simulation(**changes):
     return [f"simulation.{name}={value}" for name, value in (TOY_SIMULATION | changes).items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
@@ -325,6 +333,7 @@ def test_options_of_the_wrong_kind_end_with_one_sentence(tmp_path, monkeypatch, 
     assert not list(tmp_path.rglob("rows.csv"))
 
 
+@pytest.mark.slow
 def test_help_tells_the_comments_of_the_options(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert config_kit.call(reproduce.main, monkeypatch, "rmd-reproduce", "--help") == 0
@@ -332,6 +341,7 @@ def test_help_tells_the_comments_of_the_options(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("main", "name", "option"),
     [(reproduce.main, "rmd-reproduce", "output"), (commands.compare, "rmd-compare", "hydra.run.dir")],
@@ -372,6 +382,7 @@ def test_a_stopped_training_leaves_its_run_unfinished(hydra, tmp_path, monkeypat
     assert RunFolder(cfg.paths.output_dir).read_status().state == "interrupted"
 
 
+@pytest.mark.slow
 def test_the_seed_reaches_the_simulation(hydra, tmp_path, monkeypatch):
     toy_runs(monkeypatch, None, None)
     monkeypatch.setattr(reproduce_job, "make_figures", lambda result: {})

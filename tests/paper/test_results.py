@@ -133,6 +133,7 @@ def results():
     return toy_results()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", ["simulation", "spectrum", "partial", "flows", "robustness", "table1"])
 def test_every_study_gives_rows_a_table_and_pictures(results, study, tmp_path):
     result = results[study]

@@ -340,6 +340,7 @@ def test_the_command_without_runs_says_so(tmp_path, capsys):
     assert "there are AUROC" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_help_comes_at_once_and_torch_is_never_imported(sweep):
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-m", "rmd_plugin.app.report", "--help"], capture_output=True, text=True)
@@ -376,6 +377,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_sweep_with_a_failed_job_reports_by_itself(tmp_path):
     (tmp_path / "app.py").write_text(textwrap.dedent(APP))
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}

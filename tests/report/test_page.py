@@ -78,6 +78,7 @@ def page(run):
     return run.file("report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_page_shows_every_part_of_the_run(page):
     text = html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.S))
     assert "digits, mlp" in text
