@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "RMD": "detectors.mahalanobis",
     "Calibrated": "detectors.calibrated",
-    "CalibrationScores": "detectors.conformal",
+    "CalibrationScores": "detectors.calibration_scores",
     "ClassMoments": "detectors.class_moments",
     "FlowLikelihood": "detectors.flows.detectors",
     "Mahalanobis": "detectors.mahalanobis",
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from rmd_plugin.compare.metrics import OODScores
     from rmd_plugin.detectors.base import load_detector
     from rmd_plugin.detectors.calibrated import Calibrated
+    from rmd_plugin.detectors.calibration_scores import CalibrationScores
     from rmd_plugin.detectors.class_moments import ClassMoments
-    from rmd_plugin.detectors.conformal import CalibrationScores
     from rmd_plugin.detectors.flows.detectors import FlowLikelihood, RelativeFlow
     from rmd_plugin.detectors.functional import NumericalWarning
     from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis

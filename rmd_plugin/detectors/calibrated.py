@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from pytorch_ood.api import Detector, GradientDetector, LogitsDetector, RequiresFittingException
@@ -12,9 +12,10 @@ from typing_extensions import Self
 
 from rmd_plugin.detectors import files
 from rmd_plugin.detectors.base import Encoder, StatefulDetector
+from rmd_plugin.detectors.calibrated_module import CalibratedScore, LogitsScore
+from rmd_plugin.detectors.calibration_scores import CalibrationScores
 from rmd_plugin.detectors.conformal import (
     Calibration,
-    CalibrationScores,
     benjamini_hochberg,
     check_level,
     required_samples,
@@ -348,14 +349,14 @@ class Calibrated(Detector):
         Raises:
             TypeError: if the wrapped detector is neither on logits nor has a ``to_module``.
         """
-        self._require_calibration()
+        calibration, known = self._require_calibration(), None
         if isinstance(self.detector, LogitsDetector):
-            score: nn.Module = _LogitsScore(self.detector)
+            score: nn.Module = LogitsScore(self.detector)
         elif isinstance(self.detector, StatefulDetector):
-            score = self.detector.to_module(dtype)
+            score, known = self.detector.to_module(dtype), self.detector._state.get("classes")
         else:
             raise TypeError(f"{type(self.detector).__name__} has no to_module(), so it cannot be exported.")
-        return CalibratedScore(score, self).eval()
+        return CalibratedScore(score, calibration, self.threshold(), known).eval()
 
 
 def bare(detector: Detector) -> Detector:
@@ -369,86 +370,3 @@ def _read_calibration(state: dict[str, Any]) -> Calibration | None:
     if not state["tensors"]:
         return None
     return Calibration.from_tensors(state["tensors"], smallest_class=required_samples(options["alpha"]))
-
-
-class _LogitsScore(nn.Module):
-    """A detector on logits, whose classes are the predicted ones."""
-
-    def __init__(self, detector: LogitsDetector) -> None:
-        super().__init__()
-        self._detector = detector
-
-    def forward(self, logits: Tensor) -> Tensor:
-        return self._detector.predict_logits(logits)
-
-    def class_scores(self, logits: Tensor) -> Tensor:
-        return -logits
-
-
-class CalibratedScore(nn.Module):
-    """Score, p-value and decision of features or logits as one graph, without what only runs in Python."""
-
-    scores: Tensor
-    at_least: Tensor
-    threshold: Tensor
-    #: those of each class
-    keys: Tensor
-    class_at_least: Tensor
-    past: Tensor
-    known: Tensor
-    pooled: Tensor
-    sizes: Tensor
-
-    def __init__(self, score: nn.Module, calibrated: Calibrated) -> None:
-        super().__init__()
-        calibration = cast(Calibration, calibrated.calibration)
-        self.score, self.size, self.per_class = score, len(calibration), calibrated.per_class
-        self.register_buffer("scores", _padded(calibration.scores, torch.inf))
-        self.register_buffer("at_least", _padded(calibration.at_least, 0))
-        self.register_buffer("threshold", torch.as_tensor(calibrated.threshold(), dtype=torch.float64))
-        if self.per_class:
-            keys, at_least = calibration.class_keys
-            classes = torch.arange(len(calibration.overcount))
-            self.stride = len(calibration.scores) + 1
-            past = at_least[torch.searchsorted(keys, (classes + 1) * self.stride)]
-            inner = calibrated.detector
-            known = inner._state["classes"] if isinstance(inner, StatefulDetector) else classes
-            self.register_buffer("keys", _padded(keys, torch.iinfo(torch.long).max))
-            self.register_buffer("class_at_least", _padded(at_least, 0))
-            self.register_buffer("past", past)
-            self.register_buffer("known", known)
-            self.register_buffer("pooled", calibration.pooled_classes)
-            self.register_buffer("sizes", calibration.class_sizes)
-
-    def forward(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores, p-values (float64) and decisions (bool), each of shape (B,)."""
-        scores = self.score(values)
-        wide = scores.double()
-        ranks = _search(self.scores, wide)
-        above, size, threshold = self.at_least[ranks], torch.tensor(self.size), self.threshold
-        if self.per_class:
-            classes = self.known[self.score.class_scores(values).argmin(1)]  # type: ignore[operator]
-            # NaN ranks lie behind all others
-            keys = classes * self.stride + ranks.clamp(max=self.stride - 1)
-            own = self.class_at_least[_search(self.keys, keys)] - self.past[classes]
-            few = self.pooled[classes]
-            above, size = torch.where(few, above, own), torch.where(few, size, self.sizes[classes])
-            threshold = threshold[classes]
-        return scores, (1 + above).double() / (size + 1), ~(wide <= threshold)
-
-
-def _padded(table: Tensor, value: float) -> Tensor:
-    """A table of 2^k - 1 (or, with an end, 2^k) entries."""
-    length = 2 ** len(table).bit_length()
-    return torch.cat([table, table.new_full((length - len(table),), value)])
-
-
-def _search(table: Tensor, values: Tensor) -> Tensor:
-    """Number of entries of an ascending table below each value, by bisection: ONNX has no searchsorted. NaN: all."""
-    position = torch.zeros_like(values, dtype=torch.long)
-    step = len(table) // 2
-    while step:
-        # ~(>=) instead of <: a NaN is above everything
-        position = position + step * (~(table[position + step - 1] >= values)).long()
-        step //= 2
-    return position

@@ -19,7 +19,8 @@ from torch import Tensor
 from rmd_plugin.compare.adapters import Representation
 from rmd_plugin.compare.metrics import ACCEPTED, FALSE_ALARMS, METRICS, THRESHOLD
 from rmd_plugin.detectors.calibrated import Calibrated
-from rmd_plugin.detectors.conformal import CalibrationScores, required_samples
+from rmd_plugin.detectors.calibration_scores import CalibrationScores
+from rmd_plugin.detectors.conformal import required_samples
 from rmd_plugin.encoding.batch_encoder import BatchEncoder
 from rmd_plugin.encoding.batches import Encoded, EncodingError
 from rmd_plugin.encoding.isolation import isolated_rng, visiting

@@ -1,0 +1,100 @@
+"""Score, p-value and decision as one graph: what :meth:`rmd_plugin.Calibrated.to_module` gives."""
+
+from __future__ import annotations
+
+import torch
+from pytorch_ood.api import LogitsDetector
+from torch import Tensor, nn
+
+from rmd_plugin.detectors.conformal import Calibration
+
+
+class LogitsScore(nn.Module):
+    """A detector on logits, whose classes are the predicted ones."""
+
+    def __init__(self, detector: LogitsDetector) -> None:
+        super().__init__()
+        self._detector = detector
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Scores of shape (B,)."""
+        return self._detector.predict_logits(logits)
+
+    def class_scores(self, logits: Tensor) -> Tensor:
+        """The smallest is that of the predicted class, shape (B, C)."""
+        return -logits
+
+
+class CalibratedScore(nn.Module):
+    """Score, p-value and decision of features or logits as one graph, without what only runs in Python.
+
+    Args:
+        score: maps features or logits to scores (B,); for a calibration per class it has ``class_scores``.
+        calibration: of those scores.
+        threshold: above which a sample is OOD; one for each class, shape (K,), if there are classes.
+        known: label of each column of the class scores; None if they are 0, ..., K - 1.
+    """
+
+    scores: Tensor
+    at_least: Tensor
+    threshold: Tensor
+    #: those of each class
+    keys: Tensor
+    class_at_least: Tensor
+    past: Tensor
+    known: Tensor
+    pooled: Tensor
+    sizes: Tensor
+
+    def __init__(
+        self, score: nn.Module, calibration: Calibration, threshold: float | Tensor, known: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.score, self.size, self.per_class = score, len(calibration), calibration.classes is not None
+        self.register_buffer("scores", _padded(calibration.scores, torch.inf))
+        self.register_buffer("at_least", _padded(calibration.at_least, 0))
+        self.register_buffer("threshold", torch.as_tensor(threshold, dtype=torch.float64))
+        if self.per_class:
+            keys, at_least = calibration.class_keys
+            classes = torch.arange(len(calibration.overcount))
+            self.stride = len(calibration.scores) + 1
+            past = at_least[torch.searchsorted(keys, (classes + 1) * self.stride)]
+            self.register_buffer("keys", _padded(keys, torch.iinfo(torch.long).max))
+            self.register_buffer("class_at_least", _padded(at_least, 0))
+            self.register_buffer("past", past)
+            self.register_buffer("known", classes if known is None else known)
+            self.register_buffer("pooled", calibration.pooled_classes)
+            self.register_buffer("sizes", calibration.class_sizes)
+
+    def forward(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, p-values (float64) and decisions (bool), each of shape (B,)."""
+        scores = self.score(values)
+        wide = scores.double()
+        ranks = _search(self.scores, wide)
+        above, size, threshold = self.at_least[ranks], torch.tensor(self.size), self.threshold
+        if self.per_class:
+            classes = self.known[self.score.class_scores(values).argmin(1)]  # type: ignore[operator]
+            # NaN ranks lie behind all others
+            keys = classes * self.stride + ranks.clamp(max=self.stride - 1)
+            own = self.class_at_least[_search(self.keys, keys)] - self.past[classes]
+            few = self.pooled[classes]
+            above, size = torch.where(few, above, own), torch.where(few, size, self.sizes[classes])
+            threshold = threshold[classes]
+        return scores, (1 + above).double() / (size + 1), ~(wide <= threshold)
+
+
+def _padded(table: Tensor, value: float) -> Tensor:
+    """A table of 2^k - 1 (or, with an end, 2^k) entries."""
+    length = 2 ** len(table).bit_length()
+    return torch.cat([table, table.new_full((length - len(table),), value)])
+
+
+def _search(table: Tensor, values: Tensor) -> Tensor:
+    """Number of entries of an ascending table below each value, by bisection: ONNX has no searchsorted. NaN: all."""
+    position = torch.zeros_like(values, dtype=torch.long)
+    step = len(table) // 2
+    while step:
+        # ~(>=) instead of <: a NaN is above everything
+        position = position + step * (~(table[position + step - 1] >= values)).long()
+        step //= 2
+    return position
