@@ -353,7 +353,8 @@ class OODMonitor(Callback):
                 restore_snapshot(found[name], snapshot)
             else:
                 found[name] = build_detector(snapshot)
-        for name, reason in state.get("unkept", {}).items():
+        missing = {**state.get("unfit", {}), **state.get("unkept", {})}
+        for name, reason in missing.items():
             if name not in found:
                 warnings.warn(f"the checkpoint does not hold {name!r}: {reason}", OODMonitorWarning, stacklevel=2)
         calibrations = read_calibrations(state)

@@ -309,7 +309,8 @@ def test_a_checkpoint_of_a_failed_epoch_says_so(tmp_path):
     monitor = monitored()
     with pytest.warns(OODMonitorWarning):
         fit(monitor, ModelCheckpoint(tmp_path, save_last=True), module=Broken(epoch=0))
-    assert OODMonitor.load_detectors(tmp_path / "last.ckpt") == {}
+    with pytest.warns(OODMonitorWarning, match="the checkpoint does not hold 'rmd': it could not be fitted in epoch 0"):
+        assert OODMonitor.load_detectors(tmp_path / "last.ckpt") == {}
     state = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"][monitor.state_key]
     assert "could not be fitted in epoch 0" in state["unfit"]["rmd"]
 
