@@ -122,8 +122,8 @@ class ScoreFails(MaxSoftmax):
 class Recording(Evaluation):
     kept = []  # noqa: RUF012
 
-    def finish(self, trainer):
-        results = super().finish(trainer)
+    def finish(self, *args):
+        results = super().finish(*args)
         ordered = {
             name: (id_scores.sort().values, {ood: found.sort().values for ood, found in ood_scores.items()})
             for name, (id_scores, ood_scores) in results.scores.items()
