@@ -35,6 +35,7 @@ class CalibratedScore(nn.Module):
         known: label of each column of the class scores; None if they are 0, ..., K - 1.
     """
 
+    size: Tensor
     scores: Tensor
     at_least: Tensor
     threshold: Tensor
@@ -50,7 +51,8 @@ class CalibratedScore(nn.Module):
         self, score: nn.Module, calibration: Calibration, threshold: float | Tensor, known: Tensor | None = None
     ) -> None:
         super().__init__()
-        self.score, self.size, self.per_class = score, len(calibration), calibration.classes is not None
+        self.score, self.per_class = score, calibration.classes is not None
+        self.register_buffer("size", torch.tensor(len(calibration)))
         self.register_buffer("scores", _padded(calibration.scores, torch.inf))
         self.register_buffer("at_least", _padded(calibration.at_least, 0))
         self.register_buffer("threshold", torch.as_tensor(threshold, dtype=torch.float64))
@@ -71,7 +73,7 @@ class CalibratedScore(nn.Module):
         scores = self.score(values)
         wide = scores.double()
         ranks = _search(self.scores, wide)
-        above, size, threshold = self.at_least[ranks], torch.tensor(self.size), self.threshold
+        above, size, threshold = self.at_least[ranks], self.size, self.threshold
         if self.per_class:
             classes = self.known[self.score.class_scores(values).argmin(1)]  # type: ignore[operator]
             # NaN ranks lie behind all others
