@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from pytorch_ood.api import LogitsDetector
 from torch import Tensor, nn
@@ -15,10 +17,14 @@ class LogitsScore(nn.Module):
     def __init__(self, detector: LogitsDetector) -> None:
         super().__init__()
         self._detector = detector
+        # without the framework's move to the detector's device, which torch 2.6 cannot export
+        predict: Callable[..., Tensor] = type(detector).predict_logits
+        self._predict = getattr(predict, "__wrapped__", predict)
 
     def forward(self, logits: Tensor) -> Tensor:
         """Scores of shape (B,)."""
-        return self._detector.predict_logits(logits)
+        scores: Tensor = self._predict(self._detector, logits)
+        return scores
 
     def class_scores(self, logits: Tensor) -> Tensor:
         """The smallest is that of the predicted class, shape (B, C)."""
