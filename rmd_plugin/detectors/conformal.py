@@ -211,14 +211,13 @@ class Calibration:
             generator: draws where a sample stands among calibration samples of the same score, and makes the p-values
                 of ID samples exactly uniform. By default ties count in full.
         """
-        found = scores.detach().to(self.scores.device, torch.float64)
-        above, size = self._count(found, classes, right=True)
+        found = self._wide(scores)
+        reached, size = self._count(found, classes, right=False)
         if generator is None:
-            above, size = self._count(found, classes, right=False)
-            return ((1 + above).double() / (size + 1)).to(scores.device)
-        tied = self._count(found, classes, right=False)[0] - above
+            return ((1 + reached).double() / (size + 1)).to(scores.device)
+        above, _ = self._count(found, classes, right=True)
         share = 1 - torch.rand(found.shape, generator=generator, dtype=torch.float64, device=generator.device)
-        return ((above + share.to(found.device) * (1 + tied)) / (size + 1)).to(scores.device)
+        return ((above + share.to(found.device) * (1 + reached - above)) / (size + 1)).to(scores.device)
 
     def threshold(self, alpha: float, confidence: float | None = None) -> float | Tensor:
         """The score above which a sample is OOD: at most a share alpha of ID samples scores higher.
@@ -251,8 +250,11 @@ class Calibration:
         """Which samples are OOD, shape (B,): those above the threshold, and NaN."""
         threshold = self.threshold(alpha, confidence)
         if isinstance(threshold, Tensor):
-            threshold = threshold[self._class_of(classes, scores)].to(scores.device)
-        return ~(scores.double() <= threshold)
+            threshold = threshold[self._class_of(classes, scores)]
+        return (~(self._wide(scores) <= threshold)).to(scores.device)
+
+    def _wide(self, scores: Tensor) -> Tensor:
+        return scores.detach().to(self.scores.device).double()  # in this order: MPS has no float64
 
     def _count(self, scores: Tensor, classes: Tensor | None, *, right: bool) -> tuple[Tensor, Tensor | int]:
         """Calibration samples at or above (``right``: above) each score, and how many there are in all."""
