@@ -16,6 +16,7 @@ _EXPORTS = {
     "CalibrationScores": "detectors.calibration_scores",
     "ClassMoments": "detectors.class_moments",
     "FlowLikelihood": "detectors.flows.detectors",
+    "FusedRMD": "detectors.fused",
     "Mahalanobis": "detectors.mahalanobis",
     "MarginalMahalanobis": "detectors.mahalanobis",
     "Moments": "detectors.moments",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from rmd_plugin.detectors.class_moments import ClassMoments
     from rmd_plugin.detectors.flows.detectors import FlowLikelihood, RelativeFlow
     from rmd_plugin.detectors.functional import NumericalWarning
+    from rmd_plugin.detectors.fused import FusedRMD
     from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis
     from rmd_plugin.detectors.moments import Moments
     from rmd_plugin.monitor.callback import OODMonitor

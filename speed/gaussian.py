@@ -20,7 +20,7 @@ from pytorch_ood import detector as framework
 from scipy.linalg import solve_triangular
 from torch import Tensor, nn
 
-from rmd_plugin import RMD
+from rmd_plugin import RMD, FusedRMD, Mahalanobis
 
 Features = tuple[Tensor, Tensor, Tensor]
 
@@ -42,8 +42,13 @@ def interleave(first: Callable[[], object], second: Callable[[], object], rounds
     return best[0], best[1]
 
 
-def features(width: int, classes: int, samples: int, test: int, condition: float = 1e3, seed: int = 0) -> Features:
-    """Gaussian classes with a decaying, randomly rotated spectrum, as penultimate layers have; float64."""
+def features(
+    width: int, classes: int, samples: int, test: int, condition: float = 1e3, apart: float = 1.0, seed: int = 0
+) -> Features:
+    """Gaussian classes with a decaying, randomly rotated spectrum, as penultimate layers have; float64.
+
+    The class means have a variance of ``apart`` along each direction; half of the test samples are of the classes.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -51,7 +56,7 @@ def features(width: int, classes: int, samples: int, test: int, condition: float
 
     rotation = torch.linalg.qr(normal(width, width))[0]
     mix = (rotation * torch.logspace(0, -0.5 * np.log10(condition), width, dtype=torch.float64)) @ rotation.T
-    centres = normal(classes, width)
+    centres = apart**0.5 * normal(classes, width)
     y = torch.arange(samples) % classes
     z = (normal(samples, width) + centres[y]) @ mix + 0.5
     half = test // 2
@@ -97,6 +102,33 @@ def scoring(width: int, classes: int, threads: int, rounds: int, test: int = 10_
     return rows
 
 
+def fused(width: int, threads: int, rounds: int, classes: int = 100, test: int = 10_000) -> list[str]:
+    z, y, x = (t.float() if t.is_floating_point() else t for t in features(width, classes, 20_000, test))
+    head = nn.Linear(width, classes)
+    distance = Mahalanobis(shrinkage="oas").fit_features(z, y)
+    rows = []
+    for name, detector in (("with a head", FusedRMD(head=head)), ("without", FusedRMD())):
+        detector.fit_features(z, y)
+        fast, reference = interleave(
+            lambda found=detector: found.predict_features(x), lambda: distance.predict_features(x), 5 * rounds
+        )
+        rows.append(
+            f"| `FusedRMD` {name}, scoring {test:,} samples vs our `Mahalanobis` | D={width} K={classes} | {threads} "
+            f"| {fast * 1e3:.0f} ms vs {reference * 1e3:.0f} ms | **{fast / reference:.2f}x its time** |"
+        )
+    fit, reference = interleave(
+        lambda: FusedRMD(head=head).fit_features(z, y),
+        lambda: Mahalanobis(shrinkage="oas").fit_features(z, y),
+        rounds,
+    )
+    where = f"20k x {width}, K={classes} | {threads}"
+    rows.append(
+        f"| `FusedRMD.fit_features` vs that of our `Mahalanobis` | {where} | {fit:.2f} vs {reference:.2f} s "
+        f"| **{fit / reference:.2f}x its time** |"
+    )
+    return rows
+
+
 def fitting(threads: int, rounds: int) -> list[str]:
     z, y, _ = features(640, 100, 50_000, 2)
     z32 = z.float()
@@ -130,12 +162,30 @@ def accuracy(width: int, classes: int, condition: float) -> list[str]:
     return rows
 
 
+def far_apart(between: float, rounds: int, width: int = 640, classes: int = 100, test: int = 10_000) -> str:
+    """Classes that lie far apart, as in collapsed networks: errors on samples of the classes, and the time of a score.
+
+    ``between`` is the variance between the classes along the K - 1 directions that they span, in units of that within.
+    """
+    z, y, x = features(width, classes, 20_000, test, condition=1e2, apart=between * (classes - 1) / width)
+    z, x = z.float(), x.float()
+    detector, linear = RMD().fit_features(z, y), nn.Linear(width, classes)
+    known = x[:1000]
+    expected = oracle(z, y, known)[1]
+    error = np.abs(detector.predict_features(known).double().numpy() - expected).max() / expected.std()
+    with torch.no_grad():
+        ours, reference = interleave(lambda: detector.predict_features(x), lambda: linear(x), 10 * rounds)
+    used = str(detector.to_module().points.dtype).removeprefix("torch.")
+    timed = f"{ours * 1e3:.1f} ms vs {reference * 1e3:.1f} ms | **{ours / reference:.2f}x its time** |"
+    return f"| {between:g} | {used} | {error:.1e} | {timed}"
+
+
 def memory(samples: int) -> float:
     """Peak memory of fit(loader) above the start, in MB, in a fresh process (Linux); batches are made on the fly."""
     code = f"""
 import re, torch
 from torch import nn
-from rmd_plugin import RMD
+from rmd_plugin import RMD, FusedRMD, Mahalanobis
 
 def status(name):
     return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read()).group(1)) / 1024
@@ -175,6 +225,8 @@ def main() -> None:
         for width, classes in [(640, 100), (512, 10)] + ([] if quick else [(768, 1000)]):
             print("\n".join(scoring(width, classes, threads, rounds)), flush=True)
         print("\n".join(fitting(threads, rounds)), flush=True)
+        for width in (640, 1280):
+            print("\n".join(fused(width, threads, rounds)), flush=True)
     torch.set_num_threads(2)
     samples = 100_000 if quick else 1_000_000
     for count in (samples // 4, samples):
@@ -187,6 +239,12 @@ def main() -> None:
     shapes = [(640, 100, 1e3), (512, 10, 1e3), (640, 100, 1e8)] + ([] if quick else [(768, 1000, 1e3)])
     for shape in shapes:
         print("\n".join(accuracy(*shape)), flush=True)
+    torch.set_num_threads(options.threads[0])
+    print("\nClasses that lie far apart, D=640, K=100, float32 features:\n")
+    print("| between-class variance b | scored in | error / spread | scoring vs `nn.Linear(D, K)` | ratio |")
+    print("|---:|---|---|---|---|")
+    for between in (1.0, 100.0, 1000.0, 10_000.0):
+        print(far_apart(between, rounds), flush=True)
 
 
 if __name__ == "__main__":

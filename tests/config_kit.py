@@ -1,6 +1,7 @@
 """One way to compose the shipped configs in tests, and to run the commands in this process or in one of their own."""
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -81,9 +82,12 @@ def run(module, folder, *arguments, **more):
 
 
 def start(module, folder, *arguments, **more):
-    """Start a command in a process of its own, and in a session of its own, so that it alone can be interrupted."""
+    """Start a command in a process of its own, and in a session of its own, so that it alone can be interrupted.
+
+    A shell that starts the tests in the background lets them, and all that they start, ignore Ctrl-C: not this one.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=folder, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip

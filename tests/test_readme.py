@@ -1,4 +1,7 @@
-"""What the README shows: its Python blocks run in order, its shell lines run, and every other command composes."""
+"""What the README shows: its Python blocks run in order, its shell lines run, and every other command composes.
+
+The Python blocks of docs/decisions.md run too.
+"""
 
 import functools
 import os
@@ -12,16 +15,19 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_ood.detector import MaxSoftmax
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from rmd_plugin import RMD, Calibrated
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 COMMANDS = ("rmd-train", "rmd-compare", "rmd-reproduce", "rmd-report")
 
 
-def blocks(*languages):
-    return re.findall(rf"```(?:{'|'.join(languages)})\n(.*?)```", README, flags=re.S)
+def blocks(*languages, page=README):
+    return re.findall(rf"```(?:{'|'.join(languages)})\n(.*?)```", page, flags=re.S)
 
 
 def shell_lines():
@@ -83,12 +89,13 @@ def names(tmp_path, monkeypatch):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    train, model = data(60), Module()
+    train, model = data(120), Module()
     options = {"max_epochs": 1, "logger": False, "accelerator": "cpu", "enable_progress_bar": False}
     return {
         "Trainer": functools.partial(pl.Trainer, **options, enable_model_summary=False, log_every_n_steps=1),
         "ModelCheckpoint": functools.partial(pl.callbacks.ModelCheckpoint, tmp_path, "best"),
         "model": model,
+        "MyModule": Module,
         "train_loader": DataLoader(train, batch_size=10),
         "val_loader": DataLoader(data(30), batch_size=10),
         "svhn_loader": DataLoader(data(30, label=-1), batch_size=10),
@@ -101,7 +108,12 @@ def names(tmp_path, monkeypatch):
     }
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*does not have many workers", "ignore:.*Checkpoint dir")
+QUIET = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore:.*does not have many workers", "ignore:.*Checkpoint dir"
+)
+
+
+@QUIET
 def test_the_python_blocks_run_in_order(names):
     assert len(blocks("python")) >= 4
     for number, block in enumerate(blocks("python")):
@@ -109,6 +121,26 @@ def test_the_python_blocks_run_in_order(names):
     assert names["scores"].shape == (5,)
     assert names["rmd"].predict_features(torch.zeros(2, 16)).shape == (2,)
     assert torch.isfinite(names["detector"].predict_features(names["z_test"])).all()
+
+
+@QUIET
+def test_the_python_blocks_of_the_page_on_decisions_run_in_order(names):
+    x, y = names["val_loader"].dataset.tensors
+    names["held_out_loader"] = [(x + 0.1 * torch.randn(30, 8), y) for _ in range(10)]
+    names["batch"], names["classifier"] = names["x"], names["model"].model
+    folder = Path("outputs/RUN/detectors")
+    folder.mkdir(parents=True)
+    known, labels = names["train_loader"].dataset.tensors
+    for name, made in {"rmd": RMD().fit_features(names["encoder"](known), labels), "msp": MaxSoftmax(None)}.items():
+        Calibrated(made).calibrate_scores(torch.arange(30.0)).save(folder / f"{name}.safetensors")
+    page = blocks("python", page=(ROOT / "docs/decisions.md").read_text())
+    assert len(page) >= 2
+    for number, block in enumerate(page):
+        exec(compile(block, f"docs/decisions.md block {number}", "exec"), names)
+    assert len(names["detector"].calibration) == 300
+    assert names["detectors"]["rmd"].is_ood(names["x"]).dtype == torch.bool
+    assert torch.isfinite(names["rmd"].predict(names["x"])).all()
+    assert (names["msp"].predict(names["x"]) <= 0).all()
 
 
 def test_a_threshold_of_the_framework_is_converted_as_the_readme_says(names):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 
 import pytorch_lightning as pl
@@ -26,10 +27,14 @@ from rmd_plugin.backbones.base import Backbone
 from rmd_plugin.compare.comparison import Comparison
 from rmd_plugin.compare.comparison import compare as compare_detectors
 from rmd_plugin.compare.extraction import Extractor
+from rmd_plugin.detectors.calibrated import Calibrated
+from rmd_plugin.detectors.files import write_state
 from rmd_plugin.report.provenance import current_command
-from rmd_plugin.report.run_folder import RunFolder
+from rmd_plugin.report.run_folder import DETECTORS, RunFolder
 from rmd_plugin.report.table import to_html, to_latex, to_markdown, to_terminal
-from rmd_plugin.report.tables import comparison_tables
+from rmd_plugin.report.tables import comparison_tables, decision_tables
+
+log = logging.getLogger(__name__)
 
 
 def compare(cfg: DictConfig) -> None:
@@ -64,12 +69,14 @@ def evaluate(cfg: DictConfig, extractor: Extractor, folder: RunFolder, *, remark
         seed=cfg.seed,
         head=cfg.head,
         resamples=cfg.resamples,
+        alpha=cfg.alpha,
         remark=remark,
         after_each=lambda so_far: folder.write_rows(so_far.rows),
     )
     folder.write_rows(result.rows)
     folder.write_scores(result.scores)
-    tables = comparison_tables(result.rows)
+    _keep_detectors(result, folder)
+    tables = comparison_tables(result.rows) + decision_tables(result.rows)
     for name, render in (("table.md", to_markdown), ("table.tex", to_latex), ("table.html", to_html)):
         with replacing(folder.file(name)) as file:
             file.write("\n".join(map(render, tables)))
@@ -81,9 +88,26 @@ def evaluate(cfg: DictConfig, extractor: Extractor, folder: RunFolder, *, remark
     return result
 
 
+def _keep_detectors(result: Comparison, folder: RunFolder) -> None:
+    """Write every detector, fitted and calibrated, to a file for ``Calibrated.load``; name those that cannot be."""
+    lost = []
+    for name, detector in result.detectors.items():
+        path = folder.file(DETECTORS) / (re.sub(r"[^\w.-]+", "_", name) + ".safetensors")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            state = detector.state_dict()
+            Calibrated.from_state(state)  # whoever reads the file gets a detector that works
+            write_state(path, state)
+        except ValueError as error:
+            path.unlink(missing_ok=True)  # of a run before
+            lost.append(f"{name} ({str(error).rstrip('.')})")
+    if lost:
+        log.info("%s/ does not hold: %s.", DETECTORS, ", ".join(lost))
+
+
 def _draw(result: Comparison, folder: RunFolder) -> None:
     # matplotlib takes a second to import, and not every run draws
-    from rmd_plugin.report.figures import auroc_figure, histogram_figure, roc_figure
+    from rmd_plugin.report.figures import auroc_figure, calibration_figure, histogram_figure, roc_figure
     from rmd_plugin.report.style import save_figure
 
     folder.file("figures").mkdir(parents=True, exist_ok=True)
@@ -92,9 +116,11 @@ def _draw(result: Comparison, folder: RunFolder) -> None:
         "auroc": auroc_figure(result.rows, title),
         "roc": roc_figure(result.scores, result.rows, title=title),
         "histograms": histogram_figure(result.scores, result.rows, title=title),
+        "calibration": calibration_figure(result.scores, result.rows, title=title),
     }
     for name, figure in made.items():
-        save_figure(figure, folder.file("figures") / name)
+        if figure is not None:
+            save_figure(figure, folder.file("figures") / name)
 
 
 def _check_required(cfg: DictConfig) -> None:

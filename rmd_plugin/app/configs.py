@@ -18,7 +18,7 @@ from rmd_plugin.shipped import config_path, config_root
 #: of a folder's name, in bytes: file systems allow 255, and the hash comes behind it
 _LONGEST = 150
 #: what is watched during training if the config does not say: of the first all that are chosen, else one of the second
-_WATCHED = (("rmd", "mahalanobis"), ("msp", "energy", "max_logit", "knn", "marginal", "partial"))
+_WATCHED = (("rmd", "mahalanobis"), ("fused", "msp", "energy", "max_logit", "knn", "marginal", "partial"))
 
 
 def prepare_hydra() -> str:

@@ -65,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="rmd-report",
         description="Gather every run below the folders into one table: mean and standard deviation over seeds, "
         "ranks over benchmarks, paired difference to RMD with its interval.",
-        epilog="Writes summary.html, summary.md, summary.tex, summary.csv and runs.csv.",
+        epilog="Writes summary.html, summary.md, summary.tex, summary.csv, runs.csv, and summary_cost.png: quality "
+        "against time.",
     )
     parser.add_argument("folders", nargs="+", metavar="DIR", help="folder of a run, of a sweep, or of many")
     parser.add_argument("-o", "--output", metavar="DIR", help="where to write; default: DIR if there is one, else here")

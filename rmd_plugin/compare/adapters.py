@@ -181,6 +181,22 @@ def adopt(detector: Detector) -> Adapter:
     return Adapter(detector, _fitted_on(detector, scored_on), scored_on)
 
 
+def takes_head(detector: Detector) -> bool:
+    """Whether a detector of ours has a use for the head of the network, but works without one as well."""
+    return isinstance(bare(detector), StatefulDetector) and hasattr(bare(detector), "head")
+
+
+def has_head(detector: Detector) -> bool:
+    """Whether it has one."""
+    return getattr(bare(detector), "head", None) is not None
+
+
+def give_head(detector: Detector, parts: NetworkParts) -> None:
+    """Give such a detector the head that there is."""
+    if parts.head is not None:
+        bare(detector).head = _head(parts).requires_grad_(False)  # type: ignore[attr-defined]
+
+
 def _fed(kind: type[Detector]) -> Representation:
     return next(fed for base, fed in _FED.items() if issubclass(kind, base))
 
@@ -247,11 +263,15 @@ def _arguments(
     """
     # null in a config: as the backbone has it
     found = {name: value for name, value in options.items() if value is not None or name not in _PROVIDERS}
-    for name, parameter in inspect.signature(kind).parameters.items():
+    parameters = inspect.signature(kind).parameters
+    left = {*_HYPERPARAMETERS}
+    if {"head", "w"} <= parameters.keys():  # two ways to give a head: one will do
+        left |= {"head", "b"} if "w" in found else {"w", "b"}
+    for name, parameter in parameters.items():
         if name in found or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         required = parameter.default is parameter.empty
-        if not required and name in _HYPERPARAMETERS:
+        if not required and name in left:
             continue
         if name in _PROVIDERS:
             try:

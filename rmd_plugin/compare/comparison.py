@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -19,10 +20,22 @@ from tqdm.auto import tqdm
 
 from rmd_plugin.compare.adapters import Adapter, Factory, NetworkParts, NotSupported, Representation, build
 from rmd_plugin.compare.bootstrap import Bootstrap
+from rmd_plugin.compare.decisions import decide
 from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor, SplitFeatures
 from rmd_plugin.compare.metrics import compare_scores
 from rmd_plugin.compare.probe import fit_linear_probe
-from rmd_plugin.compare.rows import ACCURACY, AUROC, FIT_SECONDS, SCORE_SECONDS, Distance, Row
+from rmd_plugin.compare.rows import (
+    ACCURACY,
+    AUROC,
+    FALSE_ALARMS,
+    FIT_SECONDS,
+    SCORE_SECONDS,
+    Distance,
+    Row,
+    at_level,
+)
+from rmd_plugin.detectors.calibrated import Calibrated
+from rmd_plugin.detectors.conformal import Calibration, check_level
 from rmd_plugin.detectors.functional import NumericalWarning
 from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis
 from rmd_plugin.encoding.batches import Encoded
@@ -42,7 +55,9 @@ class Comparison:
     """What a comparison found."""
 
     rows: list[Row] = field(default_factory=list)  #: the numbers, and the reasons where there are none
-    scores: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  #: detector -> test or OOD set -> (N,)
+    #: detector -> ``test``, ``val`` where it was calibrated on it, or OOD set -> (N,)
+    scores: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    detectors: dict[str, Calibrated] = field(default_factory=dict)  #: fitted, and calibrated where there was ID data
     head: str = ""  #: where the classifier came from, in words
     interrupted: bool = False  #: whether it was stopped before the last detector
 
@@ -56,13 +71,15 @@ def compare(
     seed: int = 0,
     head: HeadChoice | None = "auto",
     resamples: int = 1000,
+    alpha: float = 0.05,
     remark: str = "",
     after_each: Callable[[Comparison], None] | None = None,
 ) -> Comparison:
     """Fit and score every detector on a benchmark.
 
     Features are computed once per split and serve all detectors; only detectors that perturb the inputs run the network
-    again. A detector that fails, or that needs what the backbone does not give, is a row with its reason.
+    again. A detector that fails, or that needs what the backbone does not give, is a row with its reason. Where the
+    benchmark has validation data, every detector is calibrated on them, and its decisions are rated.
 
     Args:
         extractor: the benchmark behind the backbone.
@@ -73,6 +90,7 @@ def compare(
         head: the classifier for detectors that need one: ``own`` (of the backbone), ``linear_probe`` (logistic
             regression on the training features), ``auto`` (its own if it was loaded and fits, else a probe), or None.
         resamples: of the bootstrap interval of AUROC; 0 for none.
+        alpha: share of ID samples that a decision may flag.
         remark: added to the row of the accuracy, for example that the encoder is untrained.
         after_each: called after every detector with what there is so far.
 
@@ -82,9 +100,10 @@ def compare(
     Raises:
         ValueError: if ``head`` is ``own`` and the backbone has no fitting one.
     """
+    check_level("alpha", alpha)
     result = Comparison()
     try:
-        run = _Run(extractor, result, benchmark, backbone, seed, resamples)
+        run = _Run(extractor, result, benchmark, backbone, seed, resamples, alpha)
         run.choose_head(head, remark)
         built = run.build(detectors)
         bar = tqdm(built.items(), desc="detectors", unit="detector", leave=False, disable=not extractor.progress)
@@ -115,9 +134,16 @@ class _Run:
     """One comparison while it runs."""
 
     def __init__(
-        self, extractor: Extractor, result: Comparison, benchmark: str, backbone: str, seed: int, resamples: int
+        self,
+        extractor: Extractor,
+        result: Comparison,
+        benchmark: str,
+        backbone: str,
+        seed: int,
+        resamples: int,
+        alpha: float,
     ) -> None:
-        self.extractor, self.result, self.seed = extractor, result, seed
+        self.extractor, self.result, self.seed, self.alpha = extractor, result, seed, alpha
         self.benchmark, self.backbone = benchmark, backbone
         self.train = extractor.features(TRAIN)
         self.ood_names = list(extractor.distance)
@@ -175,13 +201,18 @@ class _Run:
         return self._encoded[split]
 
     def _features(self, split: str) -> SplitFeatures:
-        try:
-            return self.extractor.features(split)
-        except (ValueError, KeyError):
-            if split != VAL:
-                raise
-            log.info("There is no validation data; calibrating on the training data.")
+        if split == VAL and not self.has_val:
+            log.info("There is no validation data; what is fitted on it is fitted on the training data.")
             return self.train
+        return self.extractor.features(split)
+
+    @functools.cached_property
+    def has_val(self) -> bool:
+        """Whether the benchmark has validation data."""
+        try:
+            return bool((self.extractor.features(VAL).labels >= 0).any())
+        except (ValueError, KeyError):
+            return False
 
     # -- detectors ------------------------------------------------------------------------------------------------
 
@@ -229,7 +260,9 @@ class _Run:
                 fitted = time.perf_counter()
                 scores = {split: self._score(adapter, split) for split in (TEST, *self.ood_names)}
                 done = time.perf_counter()
-            rows = self._rate(name, scores, "; ".join(remarks))
+                calibrated = Calibrated(adapter.detector, self.alpha)
+                decisions = self._decide(name, adapter, calibrated, scores)
+            rows = self._rate(name, scores, "; ".join(remarks)) + decisions
             rows.append(self.row(name, FIT_SECONDS, fitted - started))
             rows.append(self.row(name, SCORE_SECONDS, done - fitted))
         except Exception as error:  # whatever a detector does wrong, the others stand
@@ -237,6 +270,7 @@ class _Run:
             return
         self.result.rows += rows
         self.result.scores[name] = scores
+        self.result.detectors[name] = calibrated
 
     def _failed(self, name: str, error: Exception) -> None:
         message = str(error).strip()
@@ -268,6 +302,27 @@ class _Run:
             return np.concatenate([_to_numpy(adapter.score_values(x.to(device)), len(x)) for x, _ in batches])
 
     # -- metrics --------------------------------------------------------------------------------------------------
+
+    def _decide(self, name: str, adapter: Adapter, detector: Calibrated, scores: dict[str, np.ndarray]) -> list[Row]:
+        """Calibrate on the validation data, if there are any, add their scores to the others, rate the decisions."""
+        if not self.has_val:
+            return []
+        metric = at_level(FALSE_ALARMS, self.alpha)
+        remark = "its fit has seen the validation data that its threshold is from" if adapter.fit_split == VAL else ""
+        try:
+            held_out = self._score(adapter, VAL)[(self.extractor.features(VAL).labels >= 0).numpy()]
+            calibration = detector.calibrate_scores(torch.from_numpy(held_out)).calibration
+            found = decide(cast(Calibration, calibration), scores, self.alpha, test=TEST)
+        except ValueError as error:  # the scores stand without a decision
+            return [self.row(name, metric).failed(f"no decisions: {error}", "skipped")]
+        scores[VAL] = held_out
+        return [
+            self.row(
+                name, item.metric, item.value, ood=item.ood, low=item.low, high=item.high,
+                reason=remark if item.metric == metric else "",
+            )
+            for item in found
+        ]  # fmt: skip
 
     def _rate(self, name: str, scores: dict[str, np.ndarray], remark: str) -> list[Row]:
         rows = []

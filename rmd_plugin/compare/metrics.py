@@ -32,10 +32,6 @@ METRICS = (AUROC, "AUPR-IN", "AUPR-OUT", FPR95)
 
 #: share of an OOD set that a calibrated detector accepts at its level alpha of false alarms
 ACCEPTED = "FPR@alpha"
-#: above which score it does not
-THRESHOLD = "threshold"
-#: share of ID samples that it flags
-FALSE_ALARMS = "false_alarms"
 
 _MARKERS = "osD^vP*X<>"
 

@@ -10,6 +10,7 @@ import io
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
@@ -22,6 +23,25 @@ Status = Literal["ok", "failed", "skipped"]
 #: names of the metrics, as :class:`pytorch_ood.metrics.OODMetrics` calls them
 AUROC, FPR95, ACCURACY = "AUROC", "FPR95TPR", "ACC"
 SECONDS = FIT_SECONDS, SCORE_SECONDS = "fit_seconds", "score_seconds"
+
+#: of a calibrated detector: the score above which it flags a sample, the share of ID samples that it flags, and of OOD
+#: samples; in rows with the level, see :func:`at_level`
+THRESHOLD, FALSE_ALARMS, DETECTED = "threshold", "false_alarms", "detected"
+
+
+def at_level(metric: str, alpha: float) -> str:
+    """Name of a metric at a level of false alarms, for example ``detected@0.05``."""
+    return f"{metric}@{alpha:g}"
+
+
+def levels(rows: Iterable[Row]) -> list[float]:
+    """Levels of false alarms that the rows have decisions at."""
+    found = set()
+    for row in rows:
+        metric, _, level = row.metric.partition("@")
+        with suppress(ValueError):
+            found |= {float(level)} if metric == FALSE_ALARMS else set()
+    return sorted(found)
 
 
 @dataclass(frozen=True)

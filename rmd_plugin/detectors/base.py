@@ -11,7 +11,7 @@ import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from pytorch_ood.api import Detector, FeaturesDetector, ModelNotSetException, RequiresFittingException
@@ -44,6 +44,7 @@ class StatefulDetector(FeaturesDetector):
     requires_fit = True
     interrupted = False
     progress = False
+    _before: ClassVar[dict[str, Any]] = {}  #: newer options, as states that do not name them mean them
 
     def __init__(self, encoder: Encoder | None = None) -> None:
         super().__init__()
@@ -65,8 +66,8 @@ class StatefulDetector(FeaturesDetector):
         """Scoring module with ``forward`` -> (B,) and ``class_scores`` -> (B, K')."""
 
     @abstractmethod
-    def _score_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Precision in which features of ``dtype`` are scored."""
+    def _score_dtype(self, dtype: torch.dtype, *, classes: bool = False) -> torch.dtype:
+        """Precision in which features of ``dtype`` are scored; with ``classes``, for each class."""
 
     # -- fitting --------------------------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class StatefulDetector(FeaturesDetector):
     def fit(self, data_loader: Iterable[Any], *, progress: bool | None = None) -> Self:
         """Fit on a loader in one pass: batches are encoded in evaluation mode.
 
-        Gaussian detectors keep only the moments of the features, flows keep the features on the CPU. Under
+        Gaussian detectors keep only the moments of the features, FusedRMD a sample beside, flows all on the CPU. Under
         ``torch.distributed`` every process fits on its own loader. To fit a Gaussian detector on all of them, collect
         :class:`rmd_plugin.ClassMoments` yourself, whose ``compute`` adds them up, and call ``fit_moments``.
 
@@ -174,7 +175,7 @@ class StatefulDetector(FeaturesDetector):
                 return scores
             return scores.new_full((len(rows), total), torch.inf).index_copy_(1, classes, scores)
 
-        return self._map_chunks(z, score)
+        return self._map_chunks(z, score, classes=True)
 
     def nearest_class(self, z: Tensor) -> Tensor:
         """Label of the class with the smallest score, shape (B,), of features of shape (B, D) or (B, C, H, W)."""
@@ -186,14 +187,14 @@ class StatefulDetector(FeaturesDetector):
         # inside a chunk: the (B, K) scores of all samples never exist at once
         return self._require_classes()[self._map_chunks(z, nearest)]
 
-    def _map_chunks(self, z: Tensor, score: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+    def _map_chunks(self, z: Tensor, score: Callable[[nn.Module, Tensor], Tensor], *, classes: bool = False) -> Tensor:
         """Apply the scoring module to row chunks that fit the cache (or, on a GPU, its memory)."""
         self._require_fit()
         check_features(z, self.num_features)
         device = self.device
         if device is not None:
             z = z.to(device)
-        module = self._module(self._score_dtype(z.dtype))
+        module = self._module(self._score_dtype(z.dtype, classes=classes))
         result = torch.float64 if z.dtype == torch.float64 else torch.float32
         # maps are averaged inside, and widened before
         rows = max(64, self._chunk_rows(z.device) // math.prod(z.shape[2:]))
@@ -377,18 +378,12 @@ def check_integer(name: str, value: object, lowest: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {lowest}, got {value!r}.")
 
 
-def check_shrinkage(shrinkage: float | str) -> None:
-    """Refuse a shrinkage that is neither a number in [0, 1] nor ``"oas"``."""
-    if shrinkage != "oas" and (not hasattr(shrinkage, "__float__") or not 0.0 <= float(shrinkage) <= 1.0):
-        raise ValueError(f"shrinkage must be a number in [0, 1] or 'oas', got {shrinkage!r}.")
-
-
 def _read_options(state: object, kind: type[StatefulDetector]) -> tuple[dict[str, Any], dict[str, int]]:
     """Options and sizes in the state of a detector, all of which are checked first."""
     content, expected = files.check_state(state), kind.__name__
     if content["detector"] != expected:
         raise ValueError(f"the state belongs to {content['detector']}, expected {expected}. Load it with that class.")
-    options, defaults = dict(content["options"]), kind._defaults()
+    options, defaults = kind._before | content["options"], kind._defaults()
     sizes = {size: options.pop(size, None) for size in ("num_classes", "num_features")}
     for size, value in sizes.items():
         check_integer(size, value, 1)

@@ -22,9 +22,10 @@ from rmd_plugin.detectors.conformal import (
 )
 from rmd_plugin.detectors.files import File
 from rmd_plugin.detectors.functional import warn_numerical
-from rmd_plugin.detectors.snapshot import build_detector, restore_snapshot, take_snapshot
+from rmd_plugin.detectors.snapshot import build_detector, give_encoder, restore_snapshot, take_snapshot
 from rmd_plugin.encoding.features import check_labels
 from rmd_plugin.encoding.isolation import evaluating_calls
+from rmd_plugin.encoding.loop import as_pair
 
 _Kind = Literal["inputs", "features", "logits"]
 _PREDICT = {"inputs": "predict", "features": "predict_features", "logits": "predict_logits"}
@@ -35,14 +36,16 @@ class Calibrated(Detector):
 
     Wraps any pytorch-ood detector and is one: whatever else the wrapped one has (``fit_features``, ``class_scores``) is
     there too. After the fit, call one of the ``calibrate`` methods with ID data that the detector and the network have
-    not seen: a new fit forgets the calibration. What is promised, and what is not: docs/decisions.md.
+    not seen: a new fit forgets the calibration. Decisions about inputs run the network in evaluation mode, ``predict``
+    runs it in the mode that it has. What is promised, and what is not: docs/decisions.md.
 
     Args:
         detector: the detector, fitted or not.
         alpha: share of ID samples that may be flagged, unless a method is given another one.
         per_class: compare a sample with the calibration samples of its own class, the nearest one of our detectors, the
             predicted one of detectors on logits: false alarms are at most alpha among the samples of each such class.
-            Classes with too few calibration samples for ``alpha`` are compared with all samples, with a warning.
+            Classes with too few calibration samples for ``alpha`` are compared with all samples, with a warning and
+            without that promise.
 
     Attributes:
         calibration: :class:`rmd_plugin.detectors.conformal.Calibration`, None before it is calibrated.
@@ -127,10 +130,9 @@ class Calibrated(Detector):
             ValueError: if there is no ID sample, or a score is NaN.
         """
         metric: CalibrationScores | None = None
-        device = self.device
-        for x, y in data_loader:
+        for x, y in map(as_pair, data_loader):
             with evaluating_calls(self.detector.predict):
-                kind, values = self._represent(x if device is None else x.to(device))
+                kind, values = self._represent(x)
                 metric = self._add(metric, kind, values, torch.as_tensor(y))
         return self._take(metric)
 
@@ -191,7 +193,7 @@ class Calibrated(Detector):
             x: inputs of the wrapped detector.
             generator: breaks ties at random, which makes the p-values of ID samples exactly uniform.
         """
-        return self._p_value(*self._scored(*self._represent(x)), generator)
+        return self._p_value(*self._scored_inputs(x), generator)
 
     def p_value_features(self, z: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """The same of features."""
@@ -209,7 +211,7 @@ class Calibrated(Detector):
             alpha: share of ID samples that may be flagged; by default the detector's.
             confidence: see :meth:`threshold`.
         """
-        return self._is_ood(*self._scored(*self._represent(x)), alpha, confidence)
+        return self._is_ood(*self._scored_inputs(x), alpha, confidence)
 
     def is_ood_features(self, z: Tensor, alpha: float | None = None, *, confidence: float | None = None) -> Tensor:
         """The same of features."""
@@ -223,6 +225,7 @@ class Calibrated(Detector):
         """Which of these inputs are OOD if they are judged together, shape (B,), of type bool (Benjamini-Hochberg).
 
         Of those that are selected, a share of at most ``fdr`` is ID, in expectation. Pass all of them at once.
+        A NaN has the smallest p-value that there is, but is selected only if that is small enough.
         """
         return benjamini_hochberg(self.p_value(x), fdr)
 
@@ -265,6 +268,8 @@ class Calibrated(Detector):
 
     def _represent(self, x: Tensor) -> tuple[_Kind, Tensor]:
         """What is scored in place of inputs, if their class is needed too."""
+        device = self.device
+        x = x if device is None else x.to(device)
         if not self.per_class:
             return "inputs", x
         network = "model" if isinstance(self.detector, LogitsDetector) else "encoder"
@@ -273,6 +278,10 @@ class Calibrated(Detector):
             raise ValueError(f"per_class=True finds the classes by the {network}, which {self.detector!r} lacks.")
         with torch.no_grad():
             return "logits" if network == "model" else "features", run(x)
+
+    def _scored_inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        with evaluating_calls(self.detector.predict):  # as calibrate() has scored them
+            return self._scored(*self._represent(x))
 
     def _scored(self, kind: _Kind, values: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scores of shape (B,), and the classes if they are needed."""
@@ -319,14 +328,17 @@ class Calibrated(Detector):
 
     @classmethod
     def from_state(cls, state: dict[str, Any], encoder: Encoder | None = None) -> Self:
-        """Make a calibrated detector from the result of :meth:`state_dict`; ``encoder`` becomes the wrapped one's."""
+        """Make a calibrated detector from the result of :meth:`state_dict`.
+
+        ``encoder`` becomes the network of the wrapped one: to features, to logits for detectors on logits, or whatever
+        it was made with.
+        """
         options = files.check_state(state)["options"]
         if not isinstance(state.get("inner"), dict) or options.keys() != {"alpha", "per_class"}:
             raise ValueError("this is not the state of a calibrated detector. Expected what state_dict() gave.")
         inner = build_detector(state["inner"])
         if encoder is not None:
-            network = "model" if isinstance(inner, LogitsDetector) else "encoder"
-            setattr(inner, network, encoder)
+            give_encoder(inner, encoder)
         found = cls(inner, **options)
         found.calibration = _read_calibration(state)
         return found

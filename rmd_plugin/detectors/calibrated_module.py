@@ -66,10 +66,9 @@ class CalibratedScore(nn.Module):
             keys, at_least = calibration.class_keys
             classes = torch.arange(len(calibration.overcount))
             self.stride = len(calibration.scores) + 1
-            past = at_least[torch.searchsorted(keys, (classes + 1) * self.stride)]
             self.register_buffer("keys", _padded(keys, torch.iinfo(torch.long).max))
             self.register_buffer("class_at_least", _padded(at_least, 0))
-            self.register_buffer("past", past)
+            self.register_buffer("past", calibration.class_past)
             self.register_buffer("known", classes if known is None else known)
             self.register_buffer("pooled", calibration.pooled_classes)
             self.register_buffer("sizes", calibration.class_sizes)

@@ -121,8 +121,11 @@ class ClassMoments(Metric):
         if len(labels) == 0:
             return
         self._check_finite(features)
-        classes = self._check_classes(int(labels.max()))
+        self._add(features, labels)
 
+    def _add(self, features: Tensor, labels: Tensor) -> None:
+        """Add features (B, D) of ID samples, all finite."""
+        classes = self._check_classes(int(labels.max()))
         # any point near the data will do as the shift
         moments = self._state() if self._started() else self._empty(self._widened(features[:_CHUNK_ROWS]).mean(0))
         self._set_state(moments.with_classes(classes))
@@ -256,7 +259,7 @@ class ClassMoments(Metric):
         def unpacked() -> Moments:
             with warnings.catch_warnings():
                 # a rank without data is nothing to warn about, and without any data compute() has its own error
-                warnings.filterwarnings("ignore", message="The ``compute`` method of metric ClassMoments")
+                warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric \w*ClassMoments")
                 box: _Box = wrapped()
             return box.content
 

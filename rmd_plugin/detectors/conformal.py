@@ -10,7 +10,7 @@ Benjamini and Hochberg, valid for these p-values (Bates et al. 2023). Knows scor
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from scipy.stats import binom
@@ -58,6 +58,11 @@ def allowed_alarms(n: int, alpha: float, confidence: float | None = None) -> int
         m = math.floor(alpha * (n + 1)) + 1  # alpha * (n + 1) may be rounded down: 0.29 * 100 is 28.999...
         return m if m / (n + 1) <= alpha else m - 1
     check_level("confidence", confidence)
+    return _confident_alarms(n, alpha, confidence)
+
+
+@lru_cache(maxsize=1024)  # one for each batch and class
+def _confident_alarms(n: int, alpha: float, confidence: float) -> int:
     if n == 0:
         return 0
     # P(Beta(m, n + 1 - m) <= alpha) = P(Binomial(n, alpha) >= m), which falls as m grows
@@ -193,6 +198,11 @@ class Calibration:
         keys, order = (self._require_classes() * (len(self.scores) + 1) + ranks).sort()
         return keys, _suffix_sums(self.weights[order])
 
+    @cached_property
+    def class_past(self) -> Tensor:
+        """Number of samples of the classes after each class, shape (K,): where its suffix sums end."""
+        return _suffix_sums(self.class_sizes)[1:]
+
     def _require_classes(self) -> Tensor:
         if self.classes is None:
             raise ValueError("the calibration is of all classes together: there is none of each class.")
@@ -233,16 +243,22 @@ class Calibration:
             ValueError: if there are too few calibration samples; the message says how many are needed.
         """
         if self.classes is None:
-            return float(_threshold(self.scores, self.at_least, _alarms(len(self), alpha, confidence, "there are")))
-        found = []
-        for number, (size, pooled) in enumerate(zip(self.class_sizes.tolist(), self.pooled_classes, strict=True)):
-            if pooled:
-                found.append(_threshold(self.scores, self.at_least, _alarms(len(self), alpha, confidence, "there are")))
-            else:
-                own = self.classes == number
-                alarms = _alarms(size, alpha, confidence, f"class {number} has")
-                found.append(_threshold(self.scores[own], _suffix_sums(self.weights[own]), alarms))
-        return torch.stack(found)
+            return self._pooled_threshold(alpha, confidence)
+        few = self.pooled_classes
+        alarms = [
+            1 if pooled else _alarms(size, alpha, confidence, f"class {number} has")
+            for number, (size, pooled) in enumerate(zip(self.class_sizes.tolist(), few.tolist(), strict=True))
+        ]
+        keys, at_least = self.class_keys
+        # the largest score that so many samples of the class reach
+        reached = self.class_past + torch.tensor(alarms, device=few.device)
+        own = self.scores[keys[torch.searchsorted(-at_least, -reached, right=True) - 1] % (len(self.scores) + 1)]
+        return own.masked_fill(few, self._pooled_threshold(alpha, confidence)) if bool(few.any()) else own
+
+    def _pooled_threshold(self, alpha: float, confidence: float | None) -> float:
+        # the largest score that so many samples reach
+        alarms = _alarms(len(self), alpha, confidence, "there are")
+        return float(self.scores[int((self.at_least[:-1] >= alarms).sum()) - 1])
 
     def is_ood(
         self, scores: Tensor, classes: Tensor | None = None, *, alpha: float, confidence: float | None = None
@@ -265,8 +281,7 @@ class Calibration:
         classes = self._class_of(classes, scores)
         keys, at_least = self.class_keys
         stride = len(self.scores) + 1
-        own = at_least[torch.searchsorted(keys, classes * stride + ranks)]
-        own = own - at_least[torch.searchsorted(keys, (classes + 1) * stride)]
+        own = at_least[torch.searchsorted(keys, classes * stride + ranks)] - self.class_past[classes]
         few = self.pooled_classes[classes]
         return torch.where(few, pooled, own), torch.where(few, len(self), self.class_sizes[classes])
 
@@ -279,11 +294,6 @@ class Calibration:
 
 def _suffix_sums(weights: Tensor) -> Tensor:
     return torch.cat([weights.flip(0).cumsum(0).flip(0), weights.new_zeros(1)])
-
-
-def _threshold(scores: Tensor, at_least: Tensor, alarms: int) -> Tensor:
-    """Largest of the ascending scores that at least so many samples reach."""
-    return scores[int((at_least[:-1] >= alarms).sum()) - 1]
 
 
 def _alarms(n: int, alpha: float, confidence: float | None, who: str) -> int:

@@ -166,9 +166,9 @@ def class_quadratics(u: Tensor, weights: Tensor, points: Tensor, offsets: Tensor
     return torch.addmm(offsets, u, points.T, alpha=-2) + (u.square() @ weights).unsqueeze(1)
 
 
-def nearest_quadratic(u: Tensor, weights: Tensor, points: Tensor, offsets: Tensor) -> Tensor:
-    """Smallest of the :func:`class_quadratics` of each sample, shape (B,), without a second pass over (B, K) scores."""
-    return torch.addmm(offsets, u, points.T, alpha=-2).amin(dim=1) + u.square() @ weights
+def nearest_point(u: Tensor, points: Tensor, offsets: Tensor) -> Tensor:
+    """Point of the class whose :func:`class_quadratics` are smallest, of each sample, shape (B, q)."""
+    return points[torch.addmm(offsets, u, points.T, alpha=-2).argmin(dim=1)]
 
 
 def unit_length(z: Tensor) -> Tensor:

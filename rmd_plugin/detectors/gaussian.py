@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from rmd_plugin.detectors.functional import (
     class_quadratics,
     full_precision,
-    nearest_quadratic,
+    nearest_point,
     oas_shrinkage,
     saturated,
     shrink,
@@ -37,9 +37,11 @@ from rmd_plugin.detectors.functional import (
 from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.encoding.features import pool_features
 
-#: Above this amplification of rounding errors (see ``_with_amplification``) float32 features are scored in float64.
+#: Samples per feature below which the covariance is estimated so badly that the scores suffer.
+ENOUGH_PER_FEATURE = 5
+#: Above this amplification of rounding errors (see ``with_amplification``) float32 features are scored in float64.
 #: Below it the errors of float32 stay under about 5e-5 of the spread of the scores.
-MAX_FLOAT32_AMPLIFICATION = 50.0
+MAX_FLOAT32_AMPLIFICATION = 30.0
 #: Features of a smaller variance, relative to the largest, are dead: sentence embeddings hold some of size 1e-32.
 _DEAD_VARIANCE = 1e-40
 #: Factor that lets a sum over features overflow only if they are infinite.
@@ -48,7 +50,62 @@ _PROBE = 1e-20
 _FLOAT32_VARIANCES = (1e-30, 1e30)
 
 
-class QuadraticScore(nn.Module):
+class Coordinates(nn.Module):
+    """Projects features to coordinates u = (z - shift) A; holds buffers only.
+
+    Args:
+        shift: shape (D,), float64.
+        projection: A of shape (D, q) or, for a diagonal one, (D,), float64.
+        dtype: precision of the computation.
+        normalize: scale the features to unit length first.
+    """
+
+    shift: Tensor
+    projection: Tensor
+    bias: Tensor
+
+    def __init__(self, shift: Tensor, projection: Tensor, dtype: torch.dtype, *, normalize: bool = False) -> None:
+        super().__init__()
+        self.normalize = normalize
+        exact_shift, projection = shift.double(), projection.double()
+        shift = exact_shift.to(dtype)
+        # What the rounded shift misses goes into the bias: features of mean 1e4 lose no digits in float32.
+        missing = exact_shift - shift.double()
+        bias = -missing * projection if projection.ndim == 1 else -missing @ projection
+        # a mean over a map has more digits than float32 has: with a large shift, that is taken off before
+        gathered = (exact_shift.square() @ projection.square()).sum() / max(1, projection.shape[-1])
+        self.centre_maps = bool(gathered.sqrt() > MAX_FLOAT32_AMPLIFICATION)
+        for name, value in {"shift": shift, "projection": projection, "bias": bias}.items():
+            self.register_buffer(name, value.to(dtype))
+
+    def project(self, z: Tensor) -> Tensor:
+        """Coordinates u of shape (B, q)."""
+        with full_precision(z):
+            return self._project(z)[0]
+
+    def _project(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Coordinates u of shape (B, q), and numbers of shape (B,) that are finite where the features are."""
+        centred, finite = self._centre(z)
+        if self.projection.ndim == 1:
+            return centred * self.projection + self.bias, finite
+        return torch.addmm(self.bias, centred, self.projection), finite
+
+    def _centre(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Features (B, D) without the shift, as it is rounded, and numbers as above."""
+        z = z.to(self.shift.dtype)
+        if z.ndim == 4:
+            before = self.shift[:, None, None] if self.centre_maps and not self.normalize else None
+            # weights instead of a sum, which can overflow where the mean does not
+            share = z.new_full((z.shape[2] * z.shape[3],), 1 / (z.shape[2] * z.shape[3]))
+            z = (z if before is None else z - before).flatten(2) @ share
+            centred = unit_length(z) - self.shift if self.normalize else z if before is not None else z - self.shift
+        else:
+            z = pool_features(z)  # refuses other shapes
+            centred = (unit_length(z) if self.normalize else z) - self.shift
+        return centred, centred @ torch.full_like(self.shift, _PROBE)
+
+
+class QuadraticScore(Coordinates):
     """Scores features by their smallest class quadratic; holds buffers only, so it can be exported.
 
     Args:
@@ -58,26 +115,16 @@ class QuadraticScore(nn.Module):
         normalize: scale the features to unit length first.
     """
 
-    shift: Tensor
-    projection: Tensor
-    bias: Tensor
     weights: Tensor
+    complement: Tensor
     points: Tensor
     offsets: Tensor
 
     def __init__(self, parameters: dict[str, Tensor], dtype: torch.dtype, *, normalize: bool = False) -> None:
-        super().__init__()
-        self.normalize = normalize
-        exact_shift, projection, points = (parameters[name].double() for name in ("shift", "projection", "points"))
-        shift = exact_shift.to(dtype)
-        # What the rounded shift misses goes into the bias: features of mean 1e4 lose no digits in float32.
-        missing = exact_shift - shift.double()
-        bias = -missing * projection if projection.ndim == 1 else -missing @ projection
-        # a mean over a map has more digits than float32 has: with a large shift, that is taken off before
-        gathered = (exact_shift.square() @ projection.square()).sum() / max(1, projection.shape[-1])
-        self.centre_maps = bool(gathered.sqrt() > MAX_FLOAT32_AMPLIFICATION)
-        buffers = {"shift": shift, "projection": projection, "bias": bias, "points": points}
-        buffers |= {"weights": parameters["weights"], "offsets": points.square().sum(1)}
+        super().__init__(parameters["shift"], parameters["projection"], dtype, normalize=normalize)
+        points = parameters["points"].double()
+        weights = parameters["weights"].double()
+        buffers = {"points": points, "offsets": points.square().sum(1), "weights": weights, "complement": 1 - weights}
         for name, value in buffers.items():
             self.register_buffer(name, value.to(dtype))
 
@@ -88,12 +135,9 @@ class QuadraticScore(nn.Module):
         """
         with full_precision(z):
             u, finite = self._project(z)
-            return saturated(nearest_quadratic(u, self.weights, self.points, self.offsets), finite)
-
-    def project(self, z: Tensor) -> Tensor:
-        """Coordinates u of shape (B, q)."""
-        with full_precision(z):
-            return self._project(z)[0]
+            # without the large terms of class_quadratics, which cancel where classes lie far apart
+            distance = (u - nearest_point(u, self.points, self.offsets)).square().sum(1)
+            return saturated(distance - u.square() @ self.complement, finite)
 
     def class_scores(self, z: Tensor) -> Tensor:
         """Score of every class point, shape (B, K)."""
@@ -105,26 +149,8 @@ class QuadraticScore(nn.Module):
         """Terms of the score along each direction, shape (B, q)."""
         with full_precision(z):
             u, finite = self._project(z)
-            nearest = class_quadratics(u, self.weights, self.points, self.offsets).argmin(dim=1)
-            points = self.points[nearest]
-            return saturated(self.weights * u.square() + points * (points - 2 * u), finite.unsqueeze(1))
-
-    def _project(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Coordinates u of shape (B, q), and numbers of shape (B,) that are finite where the features are."""
-        z = z.to(self.shift.dtype)
-        if z.ndim == 4:
-            before = self.shift[:, None, None] if self.centre_maps and not self.normalize else None
-            # weights instead of a sum, which can overflow where the mean does not
-            share = z.new_full((z.shape[2] * z.shape[3],), 1 / (z.shape[2] * z.shape[3]))
-            z = (z if before is None else z - before).flatten(2) @ share
-            centred = unit_length(z) - self.shift if self.normalize else z if before is not None else z - self.shift
-        else:
-            z = pool_features(z)  # refuses other shapes
-            centred = (unit_length(z) if self.normalize else z) - self.shift
-        finite = centred @ torch.full_like(self.shift, _PROBE)
-        if self.projection.ndim == 1:
-            return centred * self.projection + self.bias, finite
-        return torch.addmm(self.bias, centred, self.projection), finite
+            distances = (u - nearest_point(u, self.points, self.offsets)).square()
+            return saturated(distances - u.square() * self.complement, finite.unsqueeze(1))
 
 
 def fit_mahalanobis(moments: Moments, *, shrinkage: float | str = 0.0, eigenvectors: bool = False) -> dict[str, Tensor]:
@@ -179,7 +205,7 @@ def fit_marginal(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str,
         "weights": projection.new_ones(width),
         "points": projection.new_zeros(1, width),
     }
-    return _with_amplification(parameters, sigma_0, moments)
+    return with_amplification(parameters, sigma_0, moments)
 
 
 def fit_relative(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
@@ -211,7 +237,7 @@ def fit_relative(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str,
         "points": points.contiguous(),
         "classes": moments.counts.nonzero().flatten(),
     }
-    return _with_amplification(parameters, sigma_0, moments)
+    return with_amplification(parameters, sigma_0, moments)
 
 
 def fit_coordinates(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
@@ -230,10 +256,25 @@ def fit_coordinates(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[s
     }
 
 
+def score_dtype(state: dict[str, Tensor], dtype: torch.dtype) -> torch.dtype:
+    """In which precision features of a dtype are scored."""
+    exact = dtype == torch.float64 or float(state["amplification"]) > MAX_FLOAT32_AMPLIFICATION
+    return torch.float64 if exact else torch.float32
+
+
+def class_score_dtype(state: dict[str, Tensor], dtype: torch.dtype) -> torch.dtype:
+    """The same for the scores of all classes, of which large terms cancel where the classes lie far apart."""
+    points = state["points"]
+    # the size of the terms over the spread of the scores; the sixth of it was measured to add to the amplification
+    size = (points.square().sum(1).mean() + points.shape[1]) / (2 * max(1, points.shape[1])) ** 0.5
+    exact = float(state["amplification"] + size / 6) > MAX_FLOAT32_AMPLIFICATION
+    return torch.float64 if exact else score_dtype(state, dtype)
+
+
 def regularised_covariance(moments: Moments, shrinkage: float | str) -> Tensor:
     """Within-class covariance Sigma, (D, D) or its diagonal (D,), shrunk towards a multiple of the identity.
 
-    The intensity lies in [0, 1], or is ``"oas"`` for the oracle-approximating one.
+    By an intensity in [0, 1], or what ``"oas"`` or ``"auto"`` come to.
     """
     sigma = moments.covariance
     if not bool(sigma.isfinite().all()):
@@ -245,8 +286,36 @@ def regularised_covariance(moments: Moments, shrinkage: float | str) -> Tensor:
             f"{int((moments.counts > 0).sum())} classes), so no distance can be fitted. "
             "At least one class needs two different samples."
         )
-    intensity = oas_shrinkage(sigma, moments.num_samples) if shrinkage == "oas" else float(shrinkage)
+    intensity = shrinkage_intensity(moments, shrinkage)
     return shrink(sigma, intensity) if intensity else sigma
+
+
+def shrinkage_intensity(moments: Moments, shrinkage: float | str) -> float:
+    """The number in [0, 1] that a shrinkage stands for: ``"auto"`` is ``"oas"`` where N < 5 D, else 0."""
+    if shrinkage == "oas" or (shrinkage == "auto" and _few_samples(moments)):
+        return oas_shrinkage(moments.covariance, moments.num_samples)
+    return 0.0 if shrinkage == "auto" else float(shrinkage)
+
+
+def warn_few_samples(moments: Moments) -> None:
+    """Warn of N < 5 D without shrinkage, unless Sigma is singular for this reason: its rank has been told then."""
+    if _few_samples(moments) and not moments.diagonal and not _singular_by_number(moments):
+        dim = moments.num_features
+        warn_numerical(
+            f"{moments.num_samples} samples are few for the covariance of {dim} features (N < {ENOUGH_PER_FEATURE} D): "
+            "scores can be poor. Set shrinkage='auto' (or 'oas').",
+            kind=f"few samples for {dim} features",
+        )
+
+
+def _few_samples(moments: Moments) -> bool:
+    return moments.num_samples < ENOUGH_PER_FEATURE * moments.num_features
+
+
+def _singular_by_number(moments: Moments) -> bool:
+    """Whether the samples are too few for a Sigma of full rank, which each class mean lowers by one."""
+    rank = moments.num_samples - int((moments.counts > 0).sum())
+    return not moments.diagonal and rank < moments.num_features
 
 
 def _noise(moments: Moments) -> Tensor:
@@ -269,7 +338,7 @@ def _visible_whitening(covariance: Tensor, moments: Moments, name: str, *, eigen
     if rank < dim:
         reason = f" ({moments.num_samples} samples are too few for {dim} features)"
         warn_numerical(
-            f"the {name} has rank {rank} of {dim}{reason if moments.num_samples <= dim else ''}: {dim - rank} "
+            f"the {name} has rank {rank} of {dim}{reason if _singular_by_number(moments) else ''}: {dim - rank} "
             f"directions with variance at or below {cutoff:.2g} are left out of the score. "
             "Set shrinkage (for example 'oas') to keep them.",
             kind=f"rank of the {name} of {dim} features",
@@ -300,29 +369,22 @@ def _with_class_points(moments: Moments, sigma: Tensor, projection: Tensor) -> d
         "points": points,
         "classes": moments.counts.nonzero().flatten(),
     }
-    return _with_amplification(parameters, sigma + moments.between_covariance, moments)
+    return with_amplification(parameters, sigma + moments.between_covariance, moments)
 
 
-def _with_amplification(parameters: dict[str, Tensor], sigma_0: Tensor, moments: Moments) -> dict[str, Tensor]:
+def with_amplification(parameters: dict[str, Tensor], sigma_0: Tensor, moments: Moments) -> dict[str, Tensor]:
     """Add by how much rounding errors of relative size eps grow in the scores, relative to the scores' spread.
 
-    Three things amplify: directions of small variance gather rounding errors of features of large variance; large terms
-    of the class quadratic cancel where classes lie far apart; and features that are computed, as those of unit length,
-    are rounded before their mean is taken off. All sizes follow from the fit alone. Where float32 has no room for the
-    features' squares the amplification is infinite.
+    Two things amplify: directions of small variance gather rounding errors of features of large variance, that between
+    the classes too; and features that are computed, as those of unit length, are rounded before their mean is taken
+    off. All sizes follow from the fit alone. Where float32 has no room for the features' squares the amplification is
+    infinite.
     """
-    projection, weights = parameters["projection"], parameters["weights"]
-    width = max(1, len(weights))
+    projection = parameters["projection"]
     variance = sigma_0 if sigma_0.ndim == 1 else sigma_0.diagonal()
     rounded = variance + parameters["shift"].square() if moments.normalized else variance
-    if projection.ndim == 1:
-        gathered, coordinates = rounded * projection.square(), variance * projection.square()
-    else:
-        gathered = rounded @ projection.square()
-        coordinates = ((sigma_0 @ projection) * projection).sum(0)
-    spread = (2 * width) ** 0.5
-    # a term's own rounding error is about six times smaller than what a long sum gathers (measured)
-    amplification = (2 * gathered.sum()).sqrt() / spread + (weights.abs() * coordinates).sum() / spread / 6
+    gathered = rounded * projection.square() if projection.ndim == 1 else rounded @ projection.square()
+    amplification = gathered.sum().div(max(1, gathered.numel())).sqrt()
     used = variance[projection.reshape(len(variance), -1).abs().amax(1) > 0] if projection.numel() else variance
     if not bool(((used > _FLOAT32_VARIANCES[0]) & (used < _FLOAT32_VARIANCES[1])).all()):
         amplification = torch.full_like(amplification, torch.inf)

@@ -1,19 +1,22 @@
-"""The fitted Gaussians under the names that pytorch-ood gives them, for code that was written for its detectors."""
+"""Detectors that are fitted on moments, and their Gaussians under the names that pytorch-ood gives them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from rmd_plugin.detectors.base import StatefulDetector
+from rmd_plugin.detectors.class_moments import ClassMoments
 from rmd_plugin.detectors.gaussian import regularised_covariance
 from rmd_plugin.detectors.moments import Moments
+from rmd_plugin.detectors.shrinkage import ShrinkingDetector
 
 
-class GaussianAttributes(StatefulDetector):
+class GaussianAttributes(ShrinkingDetector):
     """Means, covariances and their inverses, named as in ``pytorch_ood.detector.Mahalanobis`` and ``RMD``.
 
     As there, they are None before the fit and of torch's default dtype (:class:`rmd_plugin.Moments` has float64). They
@@ -27,6 +30,20 @@ class GaussianAttributes(StatefulDetector):
 
     _moments: Moments | None = None
     _gaussians: dict[str, Tensor]
+
+    @abstractmethod
+    def new_moments(self, num_classes: int | None = None, **kwargs: Any) -> ClassMoments:
+        """An empty accumulator with this detector's options (and torchmetrics'), to ``compute()`` and fit on."""
+
+    @abstractmethod
+    def fit_moments(self, moments: Moments) -> Self:
+        """Fit on moments, for example those of several processes, collected as :meth:`new_moments` does."""
+
+    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool) -> Self:
+        metric = self.new_moments(sync_on_compute=False)
+        for z, y in batches:
+            metric.update(z, y)
+        return self.fit_moments(metric.compute())
 
     def _set_fitted(self, state: dict[str, Tensor], num_classes: int, num_features: int) -> Self:
         self._moments, self._gaussians = None, {}

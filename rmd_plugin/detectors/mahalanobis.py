@@ -12,7 +12,6 @@ its detectors (``mu``, ``cov``, ``precision``, ...) are there too, see :class:`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -20,19 +19,21 @@ from pytorch_ood.api import DetectorInfo, Paper, Task
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from rmd_plugin.detectors.base import Encoder, check_integer, check_shrinkage
+from rmd_plugin.detectors.base import Encoder, check_integer
 from rmd_plugin.detectors.class_moments import ClassMoments
 from rmd_plugin.detectors.files import TensorSpec
 from rmd_plugin.detectors.gaussian import (
-    MAX_FLOAT32_AMPLIFICATION,
     QuadraticScore,
+    class_score_dtype,
     fit_mahalanobis,
     fit_marginal,
     fit_partial,
     fit_relative,
+    score_dtype,
 )
 from rmd_plugin.detectors.gaussian_attributes import GaussianAttributes
 from rmd_plugin.detectors.moments import Moments
+from rmd_plugin.detectors.shrinkage import Shrinkage
 
 _TASKS = frozenset({Task.CLASSIFICATION})
 _RMD_PAPER = Paper(
@@ -62,7 +63,8 @@ class GaussianDetector(GaussianAttributes):
         encoder: maps inputs to features of shape (B, D), or to maps (B, C, H, W), which are averaged over space. May be
             None where only the feature methods are used.
         shrinkage: pulls the within-class covariance towards a multiple of the identity: an intensity in [0, 1], or
-            ``"oas"`` to estimate it. The background covariance is derived from the result.
+            ``"oas"`` to estimate it, or ``"auto"``: ``"oas"`` where N < 5 D, else 0. The background covariance is
+            derived from the result. With N < 5 D and no shrinkage, detectors that suffer from it warn.
         normalize: scale the features to unit length first (Mahalanobis++).
         covariance: ``"tied"``, one covariance matrix for all classes as in the paper, or ``"diagonal"``, only its
             diagonal: O(D) memory and no matrix product in the fit, for very wide features.
@@ -74,7 +76,7 @@ class GaussianDetector(GaussianAttributes):
         self,
         encoder: Encoder | None = None,
         *,
-        shrinkage: float | Literal["oas"] = 0.0,
+        shrinkage: Shrinkage = 0.0,
         normalize: bool = False,
         covariance: Literal["tied", "diagonal"] = "tied",
     ) -> None:
@@ -87,12 +89,6 @@ class GaussianDetector(GaussianAttributes):
     @abstractmethod
     def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
         """Parameters of the scoring module."""
-
-    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool) -> Self:
-        metric = self.new_moments(sync_on_compute=False)
-        for z, y in batches:
-            metric.update(z, y)
-        return self.fit_moments(metric.compute())
 
     def fit_moments(self, moments: Moments) -> Self:
         """Fit on moments, for example those of several processes, collected as :meth:`new_moments` does.
@@ -114,7 +110,8 @@ class GaussianDetector(GaussianAttributes):
             raise ValueError("covariance='tied' needs the whole second moment, but only its diagonal was collected.")
         with torch.inference_mode(False), torch.no_grad():
             self._warn_missing_classes(moments.counts)
-            self._set_fitted(self._fit_parameters(moments), moments.num_classes, moments.num_features)
+            state = self._fit_parameters(moments) | self._intensity(moments)
+            self._set_fitted(state, moments.num_classes, moments.num_features)
             self._moments = moments
             return self
 
@@ -141,16 +138,15 @@ class GaussianDetector(GaussianAttributes):
     def _build_module(self, dtype: torch.dtype) -> nn.Module:
         return QuadraticScore(self._state, dtype, normalize=self._fitted_options["normalize"])
 
-    def _score_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        exact = dtype == torch.float64 or float(self._state["amplification"]) > MAX_FLOAT32_AMPLIFICATION
-        return torch.float64 if exact else torch.float32
+    def _score_dtype(self, dtype: torch.dtype, *, classes: bool = False) -> torch.dtype:
+        return (class_score_dtype if classes else score_dtype)(self._state, dtype)
 
     def _check_options(self) -> None:
+        super()._check_options()
         if self.covariance not in ("tied", "diagonal"):
             raise ValueError(f"covariance must be 'tied' or 'diagonal', got {self.covariance!r}.")
-        check_shrinkage(self.shrinkage)
-        if self.shrinkage == "oas" and self.covariance == "diagonal":
-            raise ValueError("shrinkage='oas' needs covariance='tied'. Give a number in [0, 1] instead.")
+        if self.shrinkage in ("oas", "auto") and self.covariance == "diagonal":
+            raise ValueError(f"shrinkage={self.shrinkage!r} needs covariance='tied'. Give a number in [0, 1] instead.")
 
 
 class RMD(GaussianDetector):
@@ -181,6 +177,9 @@ class RMD(GaussianDetector):
     def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
         return fit_relative(moments, shrinkage=self.shrinkage)
 
+    def _needs_many_samples(self) -> bool:
+        return True
+
 
 class Mahalanobis(GaussianDetector):
     """Squared Mahalanobis distance to the nearest class mean, min_k MD_k(z), with one covariance for all classes.
@@ -203,6 +202,9 @@ class Mahalanobis(GaussianDetector):
 
     def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
         return fit_mahalanobis(moments, shrinkage=self.shrinkage)
+
+    def _needs_many_samples(self) -> bool:
+        return True
 
 
 class MarginalMahalanobis(GaussianDetector):
@@ -257,7 +259,7 @@ class PartialMahalanobis(GaussianDetector):
         *,
         components: int,
         largest: bool = True,
-        shrinkage: float | Literal["oas"] = 0.0,
+        shrinkage: Shrinkage = 0.0,
         normalize: bool = False,
     ) -> None:
         self.components = components
@@ -266,6 +268,9 @@ class PartialMahalanobis(GaussianDetector):
 
     def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
         return fit_partial(moments, self.components, largest=self.largest, shrinkage=self.shrinkage)
+
+    def _needs_many_samples(self) -> bool:
+        return not self.largest
 
     def _check_options(self) -> None:
         super()._check_options()

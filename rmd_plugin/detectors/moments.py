@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from rmd_plugin.detectors.files import File, TensorSpec, check_tensors, naming, read_state, write_state
+
+_TENSORS = ("counts", "shift", "sums", "second")
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +125,7 @@ class Moments:
 
     def to(self, device: torch.device | str) -> Moments:
         """Copy on another device."""
-        return replace(self, **{name: getattr(self, name).to(device) for name in ("counts", "shift", "sums", "second")})
+        return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
 
     def with_classes(self, num_classes: int) -> Moments:
         """The same moments with room for ``num_classes`` classes."""
@@ -149,8 +152,8 @@ class Moments:
 
     def save(self, path: File) -> None:
         """Write the moments to a file that :meth:`load` reads: safetensors with a checksum, whole at every moment."""
-        tensors = {name: getattr(self, name) for name in ("counts", "shift", "sums", "second")}
-        write_state(path, {"moments": {"normalized": self.normalized}, "tensors": tensors})
+        plain, tensors = self._parts()
+        write_state(path, {"moments": plain, "tensors": tensors})
 
     @classmethod
     def load(cls, path: File, map_location: str | torch.device = "cpu") -> Self:
@@ -162,13 +165,27 @@ class Moments:
         with naming(path):
             state = read_state(path, map_location)
             if isinstance(state, dict) and "moments" in state:
-                state = cls(**state["tensors"], **state["moments"])
+                state = cls._from_parts(state["moments"], state["tensors"])
             if not isinstance(state, cls):
                 raise ValueError(f"it holds a {type(state).__name__}, expected moments written by Moments.save.")
-            second = "D" if state.diagonal else "D D"
-            sizes = {"counts": "K", "shift": "D", "sums": "K D", "second": second}
-            check_tensors(vars(state), {name: TensorSpec(size) for name, size in sizes.items()}, {})
+            check_tensors(state._parts()[1], state._specs(), {})
             return state
+
+    def plain(self) -> Moments:
+        """The moments alone, without what else was kept with them."""
+        return Moments(self.counts, self.shift, self.sums, self.second, normalized=self.normalized)
+
+    def _parts(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What :meth:`save` writes: plain data, and tensors."""
+        return {"normalized": self.normalized}, {name: getattr(self, name) for name in _TENSORS}
+
+    @classmethod
+    def _from_parts(cls, plain: dict[str, Any], tensors: dict[str, Tensor]) -> Self:
+        return cls(**{name: tensors[name] for name in _TENSORS}, normalized=plain["normalized"])
+
+    def _specs(self) -> dict[str, TensorSpec]:
+        sizes = {"counts": "K", "shift": "D", "sums": "K D", "second": "D" if self.diagonal else "D D"}
+        return {name: TensorSpec(size) for name, size in sizes.items()}
 
     def _class_roots(self) -> Tensor:
         # rows r_k with sum_k r_k r_k^T = sum_k S_k S_k^T / n_k

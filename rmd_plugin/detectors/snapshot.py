@@ -1,15 +1,17 @@
 """Fitted detectors of any kind as plain data: what a checkpoint or a file holds of them.
 
 Detectors with a ``state_dict`` of their own (all of ours) are asked for it. The framework's have none: their attributes
-are taken as far as they are tensors, numbers, texts, containers of these, or the neighbours of scikit-learn; networks
-are left out, because they are saved elsewhere. A detector that keeps anything else, or too much, is refused.
+are taken as far as they are tensors, numbers, texts, containers of these, linear heads, functions of the framework, or
+the neighbours of scikit-learn; networks are left out, because they are saved elsewhere. A detector that keeps anything
+else, or too much, is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from inspect import isroutine
+from importlib import import_module
+from inspect import isfunction, isroutine
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,12 @@ MAX_BYTES = 1 << 30
 
 _ARRAY, _DETECTOR, _DTYPE, _ITEMS = "__array__", "__detector__", "__dtype__", "__items__"
 _NEIGHBORS, _PARAMETERS, _TUPLE = "__neighbors__", "__parameters__", "__tuple__"
+_FUNCTION, _LINEAR = "__function__", "__linear__"
+
+#: what the framework's detectors call their networks
+NETWORKS = ("encoder", "backbone", "model")
+#: modules whose functions a detector may hold; a file must not choose what else is run
+_MODULES = ("pytorch_ood.detector.", "torch.nn.functional")
 
 
 class NotKeptError(ValueError):
@@ -66,6 +74,8 @@ def restore_snapshot(detector: Any, snapshot: Mapping[str, Any]) -> None:
     done: dict[int, Any] = {}
     for key, value in snapshot["attributes"].items():
         inner = getattr(detector, key, None)
+        if isinstance(value, dict) and _LINEAR in value and isinstance(inner, nn.Module):
+            continue
         if isinstance(inner, Detector) and isinstance(value, dict) and _DETECTOR in value:
             restore_snapshot(inner, value[_DETECTOR])  # it keeps its networks, too
         else:
@@ -88,6 +98,10 @@ def build_detector(snapshot: Mapping[str, Any]) -> Detector:
             f"{snapshot['detector']} is neither a detector of rmd_plugin nor of pytorch_ood. "
             "Pass an instance of it to be filled."
         )
+    if lost := [name for name in snapshot["networks"] if name not in NETWORKS]:
+        raise NotKeptError(
+            f"{snapshot['detector']} holds what only an instance knows: {', '.join(lost)}. Pass one to be filled."
+        )
     detector = kind.__new__(kind)
     for key in snapshot["networks"]:
         setattr(detector, key, None)
@@ -95,12 +109,48 @@ def build_detector(snapshot: Mapping[str, Any]) -> Detector:
     return detector
 
 
+def give_encoder(detector: Detector, network: Any) -> None:
+    """Put a network in front of a detector, under the name that it has for it; ValueError if it has none."""
+    name = next((name for name in NETWORKS if name in vars(detector)), None)
+    within = [value for value in vars(detector).values() if isinstance(value, Detector)]
+    if name is None and not within:
+        raise ValueError(f"{type(detector).__name__} has no network: it scores features or logits only.")
+    if name is not None:
+        setattr(detector, name, network)
+    for inner in within:
+        give_encoder(inner, network)
+
+
 def _is_network(value: object) -> bool:
-    if isinstance(value, nn.ParameterDict):
+    if isinstance(value, nn.ParameterDict) or _linear(value) is not None or _function(value) is not None:
         return False
     if isinstance(value, (list, tuple)) and value:
         return all(_is_network(item) for item in value)
     return isinstance(value, (nn.Module, partial)) or isroutine(value)
+
+
+def _linear(value: object) -> nn.Linear | None:
+    """The linear layer of a head, which may flatten feature maps before."""
+    if type(value) is nn.Sequential and len(value) == 2 and type(value[0]) is nn.Flatten:
+        value = value[1]
+    return value if type(value) is nn.Linear else None
+
+
+def _function(value: object) -> str | None:
+    """Name of a function of the framework or of torch, by which it is found again."""
+    module, name = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", "")
+    known = isfunction(value) and module.startswith(_MODULES) and "<" not in name
+    return f"{module}:{name}" if known else None
+
+
+def _find_function(name: str) -> Any:
+    module, _, path = str(name).partition(":")
+    found: Any = import_module(module) if module.startswith(_MODULES) else None
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if _function(found) != name:
+        raise ValueError(f"{name!r} is no function of a detector.")
+    return found
 
 
 def _bytes(value: Any) -> int:
@@ -118,6 +168,10 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value).removeprefix("torch.")}
+    if (function := _function(value)) is not None:
+        return {_FUNCTION: function}
+    if (linear := _linear(value)) is not None:
+        return {_LINEAR: {**_plain(dict(linear.state_dict())), "flatten": linear is not value}}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -159,6 +213,10 @@ def _rebuild(value: Any, done: dict[int, Any]) -> Any:
         return _dtype(content)
     if kind == _DETECTOR:
         return build_detector(content)
+    if kind == _FUNCTION:
+        return _find_function(content)
+    if kind == _LINEAR:
+        return _rebuild_linear(content)
     if kind == _PARAMETERS:
         items = {key: nn.Parameter(item, requires_grad=False) for key, item in content.items()}
         return nn.ParameterDict(items)
@@ -172,6 +230,16 @@ def _rebuild(value: Any, done: dict[int, Any]) -> Any:
         neighbors, bank = NearestNeighbors(**_unplain(content["options"], done)), _unplain(content["bank"], done)
         return neighbors.fit(bank) if len(bank) else neighbors
     return {key: _unplain(item, done) for key, item in value.items()}
+
+
+def _rebuild_linear(content: Mapping[str, Any]) -> nn.Module:
+    weight, bias = content["weight"], content.get("bias")
+    if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        raise damaged(content)
+    outputs, inputs = weight.shape
+    linear = nn.Linear(inputs, outputs, bias=bias is not None, dtype=weight.dtype, device="meta")
+    linear.load_state_dict({name: value for name, value in content.items() if name != "flatten"}, assign=True)
+    return (nn.Sequential(nn.Flatten(1), linear) if content["flatten"] else linear).eval().requires_grad_(False)
 
 
 def _check(snapshot: Any) -> None:

@@ -15,6 +15,15 @@ from rmd_plugin.encoding.features import pool_features, widened
 from rmd_plugin.encoding.isolation import evaluating, evaluating_calls
 
 
+def as_pair(batch: Any) -> tuple[Any, Any]:
+    """The x and y of a batch; refuses what is no pair."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        found = f"{type(batch).__name__} of length {len(batch)}" if hasattr(batch, "__len__") else batch
+        raise EncodingError(f"the loader must yield pairs (x, y), got a {found}.")
+    x, y = batch
+    return x, y
+
+
 class PairEncoder:
     """Turns batches (x, y) into :class:`Encoded` by any encoder: half precision is widened, maps are averaged."""
 
@@ -23,10 +32,7 @@ class PairEncoder:
 
     def __call__(self, batch: Any) -> Encoded:
         """Encode a batch; refuse one that is no pair (x, y)."""
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            found = f"{type(batch).__name__} of length {len(batch)}" if hasattr(batch, "__len__") else batch
-            raise EncodingError(f"the loader must yield pairs (x, y), got a {found}.")
-        x, y = batch
+        x, y = as_pair(batch)
         with evaluating_calls(self.module):
             z = self.module(x).detach()
         return Encoded(widened(pool_features(z)), labels=torch.as_tensor(y), batch=batch)
@@ -48,7 +54,7 @@ def encode_batches(
         loader: yields batches.
         device: where batches are moved to; None leaves them where they are.
         id_only: leave out samples with a label below zero, and batches of which nothing is left.
-        title: of a progress bar; None for no bar.
+        title: of a progress bar, shown on a terminal only; None for no bar.
 
     Example:
         >>> net = torch.nn.Flatten()
@@ -57,7 +63,8 @@ def encode_batches(
         [(2, 4)]
     """
     # leave=False: a finished bar would stand between the tables
-    bar = tqdm(loader, desc=title, unit="batch", leave=False, disable=title is None)
+    # disable=None: only on a terminal
+    bar = tqdm(loader, desc=title, unit="batch", leave=False, disable=True if title is None else None)
     with evaluating(getattr(encode, "module", encode)):
         for batch in bar:
             if device is not None:

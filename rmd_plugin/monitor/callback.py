@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from rmd_plugin.detectors.calibrated import Calibrated, bare
 from rmd_plugin.detectors.conformal import check_level
-from rmd_plugin.detectors.snapshot import build_detector, restore_snapshot
+from rmd_plugin.detectors.snapshot import NotKeptError, build_detector, restore_snapshot
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.engine import Engine, OODMonitorWarning
 from rmd_plugin.monitor.evaluation import check_names
@@ -57,10 +57,13 @@ class OODMonitor(Callback):
 
     Args:
         detectors: detectors by name; or names alone, those of rmd_plugin's classes and those that ``detector=`` of the
-            commands takes, as ``["rmd", "knn"]``. In place of a detector may stand its class, as such or
+            commands takes, as ``["rmd", "knn"]``. In place of a detector may stand such a name, its class, as such or
             by its dotted name, or a ``functools.partial`` of it (``_partial_: true`` in Hydra): it is built before each
             refit from what the module offers, the weights of the head, the number of classes, or the module itself for
             detectors on inputs. Or a function that makes a detector from the LightningModule, called before each refit.
+            The framework's detectors ask for a network that the monitor does not use: not ``KNN()``, which Python
+            refuses, but ``KNN``, ``partial(KNN, k=50)``, ``KNN(None, k=50)`` or ``"knn"``.
+            A :class:`rmd_plugin.FusedRMD` without a head gets the network's; the log says which.
         head: dotted name of the classification layer, whose input is the features and whose output is the logits. By
             default the ``nn.Linear`` whose output the network returns. Of tokens or maps, the features are the position
             that is classified, or the mean, whichever gives the network's logits.
@@ -326,7 +329,8 @@ class OODMonitor(Callback):
 
         Args:
             path: of the checkpoint.
-            module: the trained network. Given, the detectors take inputs: ``detectors["rmd"].is_ood(x)``.
+            module: the network with the weights of this checkpoint. Given, the detectors take inputs:
+                ``detectors["rmd"].is_ood(x)``.
             detectors: instances to be filled, for detectors that are neither rmd_plugin's nor the framework's.
             prefix: which monitor's, if there were several.
             map_location: device for their tensors.
@@ -348,24 +352,28 @@ class OODMonitor(Callback):
         [state] = states.values()
         check_format(state)
         found = dict(detectors or {})
-        for name, snapshot in state["detectors"].items():
-            if name in found:
-                restore_snapshot(found[name], snapshot)
-            else:
-                found[name] = build_detector(snapshot)
         missing = {**state.get("unfit", {}), **state.get("unkept", {})}
+        for name, snapshot in state["detectors"].items():
+            try:
+                if name in found:
+                    restore_snapshot(found[name], snapshot)
+                else:
+                    found[name] = build_detector(snapshot)
+            except NotKeptError as error:
+                missing[name] = f"{error} (detectors=)"
         for name, reason in missing.items():
             if name not in found:
                 warnings.warn(f"the checkpoint does not hold {name!r}: {reason}", OODMonitorWarning, stacklevel=2)
         calibrations = read_calibrations(state)
-        for name in state["detectors"]:
+        kept = [name for name in state["detectors"] if name in found]
+        for name in kept:
             if module is not None:
                 give_network(bare(found[name]), module, head=state["head"], encoder=state.get("encoder"))
             if name in calibrations and not isinstance(found[name], Calibrated):
                 calibrated = Calibrated(found[name], state.get("alpha", 0.05))
                 calibrated.calibration = calibrations[name].to(map_location)
                 found[name] = calibrated
-        return {name: found[name] for name in state["detectors"]}
+        return {name: found[name] for name in kept}
 
 
 def _limit(batches: int | float | None) -> int | float | None:

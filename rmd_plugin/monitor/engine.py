@@ -17,7 +17,8 @@ from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
 
 from rmd_plugin.compare.adapters import Representation
-from rmd_plugin.compare.metrics import ACCEPTED, FALSE_ALARMS, METRICS, THRESHOLD
+from rmd_plugin.compare.metrics import ACCEPTED, METRICS
+from rmd_plugin.compare.rows import FALSE_ALARMS, THRESHOLD
 from rmd_plugin.detectors.calibrated import Calibrated
 from rmd_plugin.detectors.calibration_scores import CalibrationScores
 from rmd_plugin.detectors.conformal import required_samples
@@ -160,6 +161,9 @@ class Engine:
         if self.roster.needs_parts and encoder.by_head and encoder.head is None:
             data.find_head()
         self._build(module, encoder, names)
+        for name, found in self.roster.head_users().items():
+            logits = f"the head {encoder.head!r}" if found else "its own Gaussians, for want of a linear head"
+            self.say(f"{name!r} takes the logits of {logits}.")
         adapters = {name: self.roster.adapters[name] for name in names}
         streaming = self.monitor.refit == "stream" and trainer.state.fn == TrainerFn.FITTING
         # a stream may have had no training batch since the last time

@@ -159,14 +159,13 @@ class Refit:
     def moments_state(self) -> list[dict[str, Any]]:
         """What the moments have gathered so far, over all processes. Every process has to call it.
 
-        Features and logits are not part of it: they would fill the checkpoint.
+        The features and logits of all samples are not part of it: they would fill the checkpoint.
         """
         states = []
         for group in self._groups.values():
             if group.fed is _MOMENTS:
                 with group.metric.sync_context():
-                    names = group.metric._defaults
-                    tensors = {name: getattr(group.metric, name).detach().cpu().clone() for name in names}
+                    tensors = {name: _joined(value).cpu().clone() for name, value in group.metric.metric_state.items()}
                 states.append({"names": list(group.names), "tensors": tensors})
         return states
 
@@ -175,9 +174,7 @@ class Refit:
         for state in states:
             for group in self._groups.values():
                 if group.fed is _MOMENTS and list(group.names) == state["names"]:
-                    for name, tensor in state["tensors"].items():
-                        setattr(group.metric, name, tensor.to(group.metric.device))
-                    group.metric._update_count = 1
+                    group.metric.merge_state(state["tensors"])
 
 
 class TrainingStream:
@@ -207,6 +204,13 @@ class TrainingStream:
         if keep is not None:
             encoded, positions = encoded.select(keep), positions[keep]
         self.refit.update(encoded, positions)
+
+
+def _joined(state: Tensor | list[Tensor]) -> Tensor:
+    """The state of a metric as one tensor."""
+    if isinstance(state, list):
+        return torch.cat(state) if state else torch.zeros(0)
+    return state.detach()
 
 
 def _options(metric: Metric) -> tuple[Any, ...]:

@@ -11,7 +11,17 @@ from pytorch_ood.api import Detector, FeaturesDetector, LogitsDetector
 from torch import nn
 
 import rmd_plugin
-from rmd_plugin.compare.adapters import Adapter, NetworkParts, NotSupported, adopt, build, detector_class
+from rmd_plugin.compare.adapters import (
+    Adapter,
+    NetworkParts,
+    NotSupported,
+    adopt,
+    build,
+    detector_class,
+    give_head,
+    has_head,
+    takes_head,
+)
 from rmd_plugin.detectors.calibrated import Calibrated
 from rmd_plugin.detectors.conformal import Calibration
 from rmd_plugin.detectors.snapshot import NotKeptError, damaged, restore_snapshot, take_snapshot
@@ -32,6 +42,8 @@ class Roster:
     def __init__(self, specs: Mapping[str, Spec | str] | Sequence[str]) -> None:
         self._specs = _read(specs)
         self.adapters: dict[str, Adapter] = {k: adopt(v) for k, v in self._specs.items() if isinstance(v, Detector)}
+        #: those that came without a head, which they have a use for
+        self._headless = {name for name, found in self.detectors.items() if takes_head(found) and not has_head(found)}
         #: epoch and step of each fit
         self.fitted: dict[str, dict[str, int]] = {}
         #: why a detector has no fit that could be used
@@ -48,8 +60,15 @@ class Roster:
 
     @property
     def needs_parts(self) -> bool:
-        """Whether some are given as classes, which are built from what the network offers."""
-        return any(detector_class(spec) is not None for spec in self._specs.values())
+        """Whether some are built from what the network offers, or have a use for its head."""
+        return bool(self._headless) or any(detector_class(spec) is not None for spec in self._specs.values())
+
+    def head_users(self) -> dict[str, bool]:
+        """Those whose logits are of the network's head, and (False) those that it had none for."""
+        lent = {
+            k: v for k, v in self.detectors.items() if k in self._headless or not isinstance(self._specs[k], Detector)
+        }
+        return {name: has_head(detector) for name, detector in lent.items() if takes_head(detector)}
 
     def build(self, module: nn.Module, parts: NetworkParts, names: Iterable[str] | None = None) -> None:
         """Make the detectors that are given as functions of the module or as classes, anew if they were there.
@@ -63,16 +82,22 @@ class Roster:
             spec = self._specs[name]
             if not isinstance(spec, Detector):
                 self.adapters[name] = self._make(name, spec, module, parts)
+            elif name in self._headless:
+                give_head(spec, parts)
             if name in self._snapshots:
                 self._restore(name, self._snapshots.pop(name))
 
     @staticmethod
     def _make(name: str, spec: Callable[..., Detector], module: nn.Module, parts: NetworkParts) -> Adapter:
-        if detector_class(spec) is not None:
+        kind = detector_class(spec)
+        if kind is not None:
             try:
                 return build(spec, parts)
             except NotSupported as reason:
-                raise ValueError(f"{name!r} cannot be monitored while the network trains: it {reason}.") from reason
+                raise ValueError(
+                    f"{name!r} cannot be monitored while the network trains: it {reason}. In Python, arguments are "
+                    f"given by functools.partial({kind.__name__}, name=value)."
+                ) from reason
         detector = spec(module)
         if not isinstance(detector, Detector):
             raise TypeError(f"{name!r} must be a pytorch_ood Detector, got {type(detector).__name__}.")
@@ -207,31 +232,41 @@ def _read(specs: Any) -> dict[str, Spec]:
     if isinstance(specs, str) or not isinstance(specs, (Mapping, Sequence)) or not len(specs):
         raise TypeError(f"expected detectors by name, such as {{'rmd': RMD()}}, got {specs!r}.")
     # Hydra gives mappings and sequences of its own kinds
-    named = specs if isinstance(specs, Mapping) else _by_names(specs)
-    result: dict[str, Spec] = {}
-    for name in named:
-        spec = named[name]
+    if isinstance(specs, Mapping):
+        named = {name: _one(specs[name]) for name in specs}
+    elif all(isinstance(name, str) for name in specs):
+        named = {key: spec for name in specs for key, spec in _by_name(name).items()}
+    else:
+        raise TypeError(f"a list is for names, such as ['rmd', 'knn']. Give detectors by name, got {list(specs)!r}.")
+    for name, spec in named.items():
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f"the name of a detector must be a text without '/', got {name!r}.")
-        if isinstance(spec, str):
-            spec = resolve_name(spec) if "." in spec else getattr(rmd_plugin, spec)()
-        if not isinstance(spec, Detector) and not callable(spec):
+        other = isinstance(spec, type) and not issubclass(spec, Detector)
+        if other or (not isinstance(spec, Detector) and not callable(spec)):
             raise TypeError(
                 f"{name!r} must be a pytorch_ood Detector, a class of one, or a function that makes one from the "
-                f"LightningModule, got {type(spec).__name__}."
+                f"LightningModule, got {spec.__name__ if other else type(spec).__name__}."
             )
-        result[name] = spec
-    return result
+    return named
 
 
-def _by_names(names: Sequence[str]) -> dict[str, Any]:
-    """Detectors by the names of rmd_plugin's classes, or of the configs that ``detector=`` takes."""
+def _one(spec: Any) -> Any:
+    if not isinstance(spec, str):
+        return spec
+    found = _by_name(spec)
+    if len(found) != 1:
+        raise ValueError(f"{spec!r} stands for {len(found)} detectors: {', '.join(found)}. Give it in a list.")
+    return next(iter(found.values()))
+
+
+def _by_name(name: str) -> dict[str, Any]:
+    """Detectors by the name of a class, rmd_plugin's or with its module, or of a config that ``detector=`` takes."""
+    if "." in name:
+        return {name.lower(): resolve_name(name)}
+    if name in rmd_plugin.__all__:
+        return {name.lower(): getattr(rmd_plugin, name)()}
     found: dict[str, Any] = {}
-    for name in map(str, names):
-        if "." in name or name in rmd_plugin.__all__:
-            found[name.lower()] = name
-            continue
-        for key, options in detector_options(name).items():
-            keywords = {option: value for option, value in options.items() if option != "_target_"}
-            found[key] = partial(resolve_name(options["_target_"]), **keywords)
+    for key, options in detector_options(name).items():
+        keywords = {option: value for option, value in options.items() if option != "_target_"}
+        found[key] = partial(resolve_name(options["_target_"]), **keywords)
     return found

@@ -16,18 +16,20 @@ _TEXTS = {
     "flow_likelihood": "AUROC of the flow, log p_k",
     "relative_flow": "AUROC of the ratio, log p_k - log p_0",
 }
+#: the paper's own: a flow for each class and one for the background, in all directions
+_SETTING = {"space": "features", "sharing": "per_class"}
 
 
 def run(feature_sets: Sequence[FeatureSet], options: Mapping[str, Any]) -> StudyResult:
     """AUROC of both flow detectors, made with these options, beside the Gaussian ones; the scores of each as arrays."""
     result = StudyResult("flows")
     for features in feature_sets:
-        flow = {"seed": features.seed, "progress": False, **options}
+        flow = {**_SETTING, "seed": features.seed, "progress": False, **options}
         detectors = {
             "mahalanobis": Mahalanobis(),
             "rmd": RMD(),
             "flow_likelihood": FlowLikelihood(**flow),
-            "relative_flow": RelativeFlow(**flow),
+            "relative_flow": RelativeFlow(background="flow", **flow),
         }
         for name, detector in detectors.items():
             detector.fit_features(features.train, features.train_labels)

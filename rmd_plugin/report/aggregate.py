@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import pandas as pd  # type: ignore[import-untyped]
 
-from rmd_plugin.compare.rows import AUROC, COLUMNS, FPR95, SECONDS, mean
+from rmd_plugin.compare.rows import AUROC, COLUMNS, FPR95, SCORE_SECONDS, SECONDS, mean
 from rmd_plugin.report.gather import Run
 from rmd_plugin.report.names import label
 
@@ -114,6 +114,17 @@ class Summary:
         """Mean place over the groups in which the detector has one, and how many these are."""
         places = [found[detector] for found in self.ranks.values() if detector in found]
         return mean(places), len(places)
+
+    def mean_number(self, detector: str) -> float:
+        """Mean over the groups of the mean over their seeds; NaN unless the detector has a number in each."""
+        return mean([self.estimate(group, detector).mean for group in self.groups])
+
+    def relative_cost(self, detector: str) -> float:
+        """Time to score, in times of the reference's: geometric mean over the groups; NaN unless all have both."""
+        times = replace(self, metric=SCORE_SECONDS)
+        found = [(times.estimate(g, detector).mean, times.estimate(g, self.reference).mean) for g in self.groups]
+        usable = found and all(mine > 0 and theirs > 0 for mine, theirs in found)
+        return math.exp(mean([math.log(mine / theirs) for mine, theirs in found])) if usable else math.nan
 
     def difference(self, detector: str, groups: Sequence[Group] | None = None) -> Difference:
         """Paired difference of a detector to the reference over the groups. See :func:`paired_difference`."""

@@ -11,17 +11,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rmd_plugin.compare.rows import AUROC, SECONDS, Row, select
+from rmd_plugin.compare.rows import AUROC, SECONDS, THRESHOLD, Row, at_level, levels, select
 from rmd_plugin.report import style
 from rmd_plugin.report.names import OURS, label
-from rmd_plugin.report.scores import ID, Scores
-from rmd_plugin.report.tables import near_far_means, ood_sets, ranking, set_title
+from rmd_plugin.report.scores import CALIBRATION, ID, Scores
+from rmd_plugin.report.tables import has_intervals, near_far_means, ood_sets, ranking, set_title
 
 if TYPE_CHECKING:
     from rmd_plugin.report.aggregate import Summary
 
 #: a bin at either end takes what lies beyond these quantiles of all scores
 _CLIP = (0.005, 0.995)
+#: up to which level of false alarms calibration is drawn: beyond, nobody decides
+_LEVELS = 0.2
 
 
 def choose_detectors(rows: Sequence[Row], count: int = 6) -> list[str]:
@@ -55,7 +57,7 @@ def auroc_figure(rows: Sequence[Row], title: str = "") -> Figure:
         _detector_axis(axes, detectors)
         for tick, name in zip(axes.get_yticklabels(), detectors, strict=True):
             tick.set_fontweight("bold" if name in OURS else "normal")
-        axes.set_xlabel("AUROC (%), 95 % interval" if any(not math.isnan(row.low) for row in rows) else "AUROC (%)")
+        axes.set_xlabel("AUROC (%), 95 % interval" if has_intervals(rows) else "AUROC (%)")
         left, right = axes.get_xlim()
         axes.set_xlim(left, min(right, 100.5))
         if left < 50 < right:
@@ -105,11 +107,12 @@ def histogram_figure(
     """Histograms of the scores, one panel per detector: in-distribution filled, OOD sets as lines named in place.
 
     Scores beyond the outer half percent are counted in the outermost bins: a few wild ones do not squeeze the rest.
-    The rows of the comparison tell near from far, and by :func:`choose_detectors` which to draw.
+    The rows of the comparison tell near from far, the threshold of each detector, and by :func:`choose_detectors` which
+    to draw.
     """
     chosen = [name for name in (choose_detectors(rows) if detectors is None else detectors) if name in scores]
     distances = ood_sets(rows)
-    distances |= {name: "" for sets in scores.values() for name in sets if name not in (ID, *distances)}
+    distances |= {name: "" for sets in scores.values() for name in sets if name not in (ID, CALIBRATION, *distances)}
     colours = {**set_colours(distances), ID: style.ID_COLOUR}
     means = near_far_means(rows)
     with style.house_style():
@@ -118,6 +121,8 @@ def histogram_figure(
             names = [ID, *(name for name in _near_first(distances) if name in scores[detector])]
             mine = {name: scores[detector][name] for name in names if np.isfinite(scores[detector][name]).any()}
             histogram_panel(axes, mine, colours, "score, higher = more OOD")
+            if marked := _mark_threshold(axes, [row for row in rows if row.detector == detector]):
+                axes.set_xlabel(f"{axes.get_xlabel()}; {marked}", fontsize=style.SMALL)
             near = means.get(detector, {}).get("near", math.nan)
             area = "" if math.isnan(near) else f", near AUROC {100 * near:.1f}"
             axes.set_title(label(detector) + area, fontsize=style.SMALL + 1)
@@ -143,6 +148,58 @@ def histogram_panel(axes: Axes, samples: Mapping[str, np.ndarray], colours: Mapp
     axes.locator_params(axis="x", nbins=4)
 
 
+def _mark_threshold(axes: Axes, rows: Sequence[Row]) -> str:
+    """A line at the threshold of the smallest level, and what it means in words; none beyond the axis."""
+    for alpha in levels(rows):
+        left, right = axes.get_xlim()
+        for row in select(rows, metric=at_level(THRESHOLD, alpha), status="ok"):
+            if left < row.value < right:
+                axes.axvline(row.value, color="black", linewidth=1.2, linestyle=style.DASHES[1])
+                return f"dashed: {100 * alpha:g} % false alarms"
+    return ""
+
+
+def calibration_figure(
+    scores: Scores, rows: Sequence[Row] = (), *, detectors: Sequence[str] | None = None, title: str = ""
+) -> Figure | None:
+    """False alarms that were asked for against those on the ID test set, one line per detector; None without any.
+
+    The band holds 95 % of what exchangeable data give: the Beta-binomial law of both sizes. A line above has more
+    false alarms than were promised. By default :func:`choose_detectors` says which are drawn.
+    """
+    chosen = choose_detectors(rows) if detectors is None else detectors
+    found = {name: scores[name] for name in chosen if {ID, CALIBRATION} <= scores.get(name, {}).keys()}
+    found = {name: sets for name, sets in found.items() if min(len(sets[ID]), len(sets[CALIBRATION]))}
+    if not found:
+        return None
+    some = next(iter(found.values()))
+    size, tested = len(some[CALIBRATION]), len(some[ID])
+    asked = np.linspace(0.0, _LEVELS, 101)[1:]
+    alarms = np.floor(asked * (size + 1) + 1e-9)
+    from scipy.stats import betabinom  # takes a moment
+
+    with style.house_style():
+        figure, (axes,) = style.new_panels(1, (6.4, 5.4), title=title)
+        usable = alarms > 0
+        band = [betabinom.ppf(share, tested, alarms[usable], size + 1 - alarms[usable]) for share in (0.025, 0.975)]
+        axes.fill_between(100 * asked[usable], *(100 * edge / tested for edge in band), color="#E6E6E6", linewidth=0)
+        axes.plot([0, 100 * _LEVELS], [0, 100 * _LEVELS], color=style.QUIET, linewidth=1.0, linestyle=style.DASHES[2])
+        ends = []
+        for name, sets in found.items():
+            held_out = np.sort(sets[CALIBRATION])
+            # p <= level, p being (1 + number of calibration scores that reach the score) / (size + 1)
+            reached = 1 + len(held_out) - np.searchsorted(held_out, sets[ID], side="left")
+            flagged = 100 * np.mean(reached[None, :] <= (asked * (len(held_out) + 1) + 1e-9)[:, None], axis=1)
+            look = style.detector_style(name)
+            axes.plot(100 * asked, flagged, **look)
+            ends.append((float(flagged[-1]), label(name), look["color"]))
+        axes.set(xlim=(0, 100 * _LEVELS), xlabel="false alarms asked for (%)", ylabel="flagged of the ID test set (%)")
+        axes.set_ylim(bottom=0)
+        style.quiet_grid(axes)
+        style.name_ends(axes, ends)
+    return figure
+
+
 def difference_figure(summary: Summary) -> Figure | None:
     """Paired difference of every detector to the reference with its interval, the best on top; None without any."""
     others = [name for name in summary.ordered() if name != summary.reference]
@@ -160,6 +217,62 @@ def difference_figure(summary: Summary) -> Figure | None:
         _detector_axis(axes, list(found))
         axes.set_xlabel(f"{summary.metric}, {unit} against {label(summary.reference)}")
     return figure
+
+
+def cost_figure(summary: Summary) -> Figure | None:
+    """Mean number of every detector against its time to score, in times of the reference's; None without times.
+
+    Upper left is better: no detector stands above and to the left of those on the line. Ours are bold.
+    """
+    scale = 1 if summary.metric in SECONDS else 100
+    found = {name: (summary.relative_cost(name), scale * summary.mean_number(name)) for name in summary.ordered()}
+    found = {name: point for name, point in found.items() if not any(map(math.isnan, point))}
+    if len(found) < 3 or summary.metric in SECONDS:
+        return None
+    sign = -1 if summary.lower else 1
+    with style.house_style():
+        figure, (axes,) = style.new_panels(1, (10.0, 7.0))
+        axes.set_xscale("log")
+        best = -math.inf
+        front = []
+        for x, y in sorted(found.values(), key=lambda point: (point[0], -sign * point[1])):
+            if sign * y > best:
+                best = sign * y
+                front.append((x, y))
+        axes.step(*zip(*front, strict=True), where="post", color=style.QUIET, linewidth=1.4)
+        for name, (x, y) in found.items():
+            axes.plot(x, y, "o", color=style.colour(name), markersize=9 if name in OURS else 6)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel(f"time to score the test sets, {label(summary.reference)} = 1")
+        axes.set_ylabel(f"{summary.metric} (%), mean over {len(summary.groups)} benchmarks")
+        axes.margins(x=0.12, y=0.06)
+        style.quiet_grid(axes)
+        figure.draw_without_rendering()  # places are known from here on
+        _name_points(axes, found)
+    return figure
+
+
+def _name_points(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
+    """Each name beside its point, where it covers no other name or point, as far as there is such a place."""
+    spots = {name: axes.transData.transform(point) for name, point in points.items()}
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in spots.values()]
+    for name, (x, y) in spots.items():
+        width, height = 7.4 * len(label(name)), 15.0  # of a letter of this size, in pixels
+        places = [(x + 7, y - 7), (x - 7 - width, y - 7), (x - width / 2, y + 7), (x - width / 2, y - 7 - height)]
+        places += [(x + 7, y + 5), (x + 7, y - 19), (x - 7 - width, y + 5), (x - 7 - width, y - 19)]
+        boxes = [(left, low, left + width, low + height) for left, low in places]
+        box = min(boxes, key=lambda box: sum(_overlap(box, other) for other in taken))
+        taken.append(box)
+        left, low = axes.transData.inverted().transform(box[:2])
+        text = axes.text(left, low, label(name), fontsize=style.SMALL - 2)
+        text.set(color=style.colour(name), fontweight="bold" if name in OURS else "normal")
+        style.outline(text)
+
+
+def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> float:
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    return max(width, 0.0) * max(height, 0.0)
 
 
 def roc_points(id_scores: np.ndarray, ood_scores: np.ndarray, points: int = 400) -> tuple[np.ndarray, np.ndarray]:

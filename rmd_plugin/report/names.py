@@ -26,12 +26,13 @@ DASHES: tuple[tuple[int, tuple[float, ...]], ...] = (
 
 
 #: detectors of this package; the others come from pytorch-ood or from the user
-OURS = ("rmd", "mahalanobis", "marginal", "partial", "flow_likelihood", "relative_flow")
+OURS = ("rmd", "mahalanobis", "fused", "marginal", "partial", "flow_likelihood", "relative_flow")
 
 #: detector -> name for readers, colour, number of its dash: the same everywhere, and no two share colour and dash.
 #: Those often shown together differ in colour; blue and vermilion otherwise stand for detectors seldom shown.
 _TABLE = {
     "rmd": ("RMD", "blue", 0),
+    "fused": ("FusedRMD", "black", 0),
     "mahalanobis": ("MD", "vermilion", 0),
     "marginal": ("MMD", "purple", 0),
     "partial": ("PMD", "orange", 0),
@@ -40,15 +41,15 @@ _TABLE = {
     "framework_rmd": ("RMD (pytorch-ood)", "blue", 1),
     "framework_mahalanobis": ("MD (pytorch-ood)", "vermilion", 1),
     "msp": ("MSP", "green", 0),
-    "temperature_scaling": ("Temperature scaling", "black", 2),
-    "max_logit": ("MaxLogit", "green", 1),
+    "temperature_scaling": ("Temperature scaling", "blue", 5),
+    "max_logit": ("MaxLogit", "black", 2),
     "energy": ("Energy", "black", 1),
     "entropy": ("Entropy", "purple", 1),
     "gen": ("GEN", "sky", 2),
     "kl_matching": ("KL matching", "purple", 2),
     "openmax": ("OpenMax", "orange", 2),
     "weighted_energy": ("Weighted energy", "green", 2),
-    "knn": ("KNN", "black", 0),
+    "knn": ("KNN", "green", 1),
     "vim": ("ViM", "sky", 0),
     "she": ("SHE", "black", 3),
     "fdbd": ("fDBD", "sky", 3),

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rmd_plugin.atomic import replacing
 from rmd_plugin.compare.rows import ACCURACY, AUROC, Row, select, unique
 from rmd_plugin.report.document import Picture, picture, render
-from rmd_plugin.report.figures import choose_detectors, histogram_figure
+from rmd_plugin.report.figures import calibration_figure, choose_detectors, histogram_figure
 from rmd_plugin.report.names import OURS, label
 from rmd_plugin.report.run_figures import (
     contributions_figure,
@@ -22,7 +22,16 @@ from rmd_plugin.report.run_figures import (
 )
 from rmd_plugin.report.run_folder import CONFIG, REPORT, RunFolder, RunStatus, describe_error
 from rmd_plugin.report.scores import ID, Directions, Scores
-from rmd_plugin.report.tables import comparison_tables, near_far_means, ood_sets, percent, ranking, seconds, set_title
+from rmd_plugin.report.tables import (
+    comparison_tables,
+    decision_tables,
+    near_far_means,
+    ood_sets,
+    percent,
+    ranking,
+    seconds,
+    set_title,
+)
 
 T = TypeVar("T")
 
@@ -82,6 +91,8 @@ def render_report(run: RunFolder) -> str:
         status=status,
         tiles=part(_key_figures, rows, status),
         tables=part(lambda: [table for table in comparison_tables(rows) if table.rows or table.notes]),
+        decisions=part(decision_tables, rows),
+        calibration=part(_calibration, rows, scores or {}),
         epochs=part(_epochs, rows, history or []),
         histograms=part(_histograms, rows, scores or {}),
         directions=part(_directions, rows, directions or {}),
@@ -134,6 +145,11 @@ def _histograms(rows: Sequence[Row], scores: Scores) -> list[Picture]:
         picture(histogram_figure(scores, rows, detectors=[name]), f"Histogram of the scores of {label(name)}")
         for name in shown
     ]
+
+
+def _calibration(rows: Sequence[Row], scores: Scores) -> list[Picture]:
+    figure = calibration_figure(scores, rows) if _one_comparison(rows) else None
+    return [] if figure is None else [picture(figure, "False alarms asked for against those on the ID test set")]
 
 
 def _directions(rows: Sequence[Row], directions: Directions) -> list[Picture]:

@@ -35,6 +35,7 @@ STATUS = "status.json"  # how the run ended
 HISTORY = "history.csv"  # what OODMonitor saw in every epoch
 SCORES = "scores.npz"  # of every detector on every set
 DIRECTIONS = "directions.npz"  # contributions along the directions of a detector, summarised
+DETECTORS = "detectors"  # of the comparison, fitted and calibrated, a file each
 REPORT = "report.html"  # the page about the run
 
 #: of a config or of versions, in bytes, and of a table

@@ -19,8 +19,10 @@ from rmd_plugin.untrusted import DataFormatError, one_line
 
 #: name of the in-distribution test set among the score arrays
 ID = "test"
+#: name of the held-out in-distribution set that detectors were calibrated on
+CALIBRATION = "val"
 
-#: detector -> :data:`ID` or name of an OOD set -> scores of shape (N,)
+#: detector -> :data:`ID`, :data:`CALIBRATION` or name of an OOD set -> scores of shape (N,)
 Scores = Mapping[str, Mapping[str, np.ndarray]]
 
 _SEPARATOR = "//"

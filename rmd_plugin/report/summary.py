@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import pandas as pd  # type: ignore[import-untyped]
 
@@ -21,18 +21,24 @@ from rmd_plugin.report.names import label
 from rmd_plugin.report.table import Cell, Column, DetectorTable, Table, number_cells, to_latex, to_markdown
 from rmd_plugin.untrusted import one_line, to_csv_cell
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 #: more groups than this do not stand side by side in one table
 _WIDEST = 6
 
 
 def write_summary(summary: Summary, folder: str | os.PathLike[str]) -> list[Path]:
     """Write a summary in every format to a folder, and return the files, the page first."""
+    from rmd_plugin.report.figures import cost_figure  # imports matplotlib
+    from rmd_plugin.report.style import save_figure
+
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    tables = summary_tables(summary, target)
+    tables, cost = summary_tables(summary, target), cost_figure(summary)
     # none of these names is that of a file of a run
     files = {
-        "summary.html": render_summary(summary, target),
+        "summary.html": _render(summary, target, cost),
         "summary.md": "\n".join(map(to_markdown, tables)),
         "summary.tex": "\n".join(map(to_latex, tables)),
         "summary.csv": _to_csv(_numbers_frame(summary)),
@@ -41,22 +47,26 @@ def write_summary(summary: Summary, folder: str | os.PathLike[str]) -> list[Path
     for name, text in files.items():
         with replacing(target / name, newline="") as file:
             file.write(text)
-    return [target / name for name in files]
+    pictures = [] if cost is None else save_figure(cost, target / "summary_cost")
+    return [*(target / name for name in files), *pictures]
 
 
-def render_summary(summary: Summary, base: Path) -> str:
+def _render(summary: Summary, base: Path, cost: Figure | None) -> str:
     """The summary as one self-contained page without script; paths of runs are shown relative to ``base``."""
-    from rmd_plugin.report.figures import difference_figure  # imports matplotlib
+    from rmd_plugin.report.figures import difference_figure
 
-    figure = difference_figure(summary)
     alt = f"Paired difference of each detector to {label(summary.reference)}, with 95 % interval"
+    figures = {
+        alt: difference_figure(summary),
+        f"{summary.metric} of each detector against its time to score": cost,
+    }
     benchmarks = list(dict.fromkeys(group.benchmark for group in summary.groups))
     return render(
         "summary.html",
         title=f"Near-OOD detection on {', '.join(benchmarks)}" if benchmarks else "No results",
         counts=count_outcomes(summary.runs),
         overall=overall_tables(summary),
-        pictures=[picture(figure, alt)] if figure is not None else [],
+        pictures=[picture(figure, alt) for alt, figure in figures.items() if figure is not None],
         each=group_tables(summary),
         missing=runs_table([run for run in summary.runs if run.outcome != "done"], "", base),
         counted=runs_table([run for run in summary.runs if run.outcome == "done"], "Runs", base),
@@ -155,6 +165,9 @@ def _detector_table(summary: Summary, detectors: Sequence[str], groups: Sequence
         details = ["" if found == count else f"(in {found} of {count})" for _, found in places]
         cells = number_cells([place for place, _ in places], "{:.2f}".format, details, best="lowest")
         table.add(Column("mean rank"), cells)
+        means = [summary.mean_number(name) for name in detectors]
+        best: Literal["lowest", "highest"] = "lowest" if summary.lower else "highest"
+        table.add(Column("mean"), number_cells(means, lambda value: _number(summary, value), best=best))
     title = _title(summary) if groups else f"{summary.metric} over all {count} columns above"
     if not overall:
         return table.finish(title)

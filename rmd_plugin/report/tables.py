@@ -1,11 +1,27 @@
-"""Rows -> the comparison table: detectors x OOD sets, near and far means, intervals, times."""
+"""Rows -> tables: the comparison, detectors x OOD sets with intervals and times; and what its decisions are worth."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
-from rmd_plugin.compare.rows import ACCURACY, AUROC, FIT_SECONDS, FPR95, SCORE_SECONDS, Row, mean, select, unique
+from rmd_plugin.compare.rows import (
+    ACCURACY,
+    AUROC,
+    DETECTED,
+    FALSE_ALARMS,
+    FIT_SECONDS,
+    FPR95,
+    SCORE_SECONDS,
+    THRESHOLD,
+    Row,
+    at_level,
+    levels,
+    mean,
+    select,
+    unique,
+)
 from rmd_plugin.report.names import label
 from rmd_plugin.report.table import Column, DetectorTable, Table, number_cells
 
@@ -18,6 +34,17 @@ def comparison_tables(rows: Sequence[Row]) -> list[Table]:
     """
     keys = list(dict.fromkeys((row.benchmark, row.backbone, row.seed) for row in rows))
     return [_comparison_table(select(rows, benchmark=b, backbone=n, seed=s), b, n, s) for b, n, s in keys]
+
+
+def decision_tables(rows: Sequence[Row]) -> list[Table]:
+    """What the detectors flag at a level of false alarms, one table for every comparison and level among the rows.
+
+    Detectors stand as in :func:`comparison_tables`: their threshold, the share of the ID test set that is flagged with
+    its interval, and the share of every OOD set.
+    """
+    keys = list(dict.fromkeys((row.benchmark, row.backbone, row.seed) for row in rows))
+    parts = [select(rows, benchmark=b, backbone=n, seed=s) for b, n, s in keys]
+    return [_decision_table(part, alpha) for part in parts for alpha in levels(part)]
 
 
 def near_far_means(rows: Iterable[Row], metric: str = AUROC) -> dict[str, dict[str, float]]:
@@ -70,15 +97,45 @@ def _comparison_table(rows: list[Row], benchmark: str, backbone: str, seed: int)
         values = [times.get(detector, math.nan) for detector in detectors]
         table.add(Column(title, detail="(s)"), number_cells(values, seconds))
     heading = f"{benchmark}, {backbone}, seed {seed}: AUROC in %"
-    if any(not math.isnan(row.low) for row in rows):
+    if has_intervals(rows):
         heading += " with 95 % bootstrap interval"
     return table.finish(heading, _notes(rows))
+
+
+def _decision_table(rows: list[Row], alpha: float) -> Table:
+    names = {at_level(metric, alpha): metric for metric in (THRESHOLD, FALSE_ALARMS, DETECTED)}
+    mine = {(names[row.metric], row.ood, row.detector): row for row in rows if row.metric in names}
+    detectors = [name for name in ranking(rows) if (THRESHOLD, "", name) in mine]
+    table = DetectorTable(detectors)
+
+    def add(column: Column, metric: str, ood: str = "", *, best: Literal["highest"] | None = None) -> None:
+        found = [mine.get((metric, ood, name)) for name in detectors]
+        values = [math.nan if row is None else row.value for row in found]
+        details = ["" if row is None else interval(row) for row in found]
+        table.add(column, number_cells(values, percent, details, best=best))
+
+    add(Column("False alarms", detail="(ID test set)"), FALSE_ALARMS)
+    sets = ood_sets(rows)
+    for name, distance in sets.items():
+        add(Column(name if len(sets) > 1 else f"Detected, {name}", detail=f"({distance})" if distance else ""),
+            DETECTED, name, best="highest")  # fmt: skip
+    thresholds = [mine[THRESHOLD, "", name].value for name in detectors]
+    table.add(Column("threshold"), number_cells(thresholds, lambda value: f"{value:.4g}"))
+    first = rows[0]
+    heading = f"{first.benchmark}, {first.backbone}, seed {first.seed}: % flagged as OOD, calibrated on the validation "
+    heading += f"data for at most {100 * alpha:g} % false alarms, with 95 % binomial interval"
+    return table.finish(heading, _detector_notes([row for row in rows if row.metric in names]))
 
 
 def ood_sets(rows: Iterable[Row]) -> dict[str, str]:
     """OOD sets that detectors were rated on, in the order of the rows -> ``near``, ``far`` or empty."""
     found = [row for row in rows if row.metric == AUROC]
     return {name: next(row.distance for row in found if row.ood == name) for name in unique(found, "ood")}
+
+
+def has_intervals(rows: Iterable[Row]) -> bool:
+    """Whether there are intervals of AUROC."""
+    return any(not math.isnan(row.low) for row in rows if row.metric == AUROC)
 
 
 def set_title(name: str, distances: Mapping[str, str]) -> str:
@@ -94,6 +151,11 @@ def _notes(rows: list[Row]) -> list[str]:
             notes.append(f"Accuracy on the in-distribution test set: {percent(row.value)} %{remark}.")
         elif row.reason:
             notes.append(f"No accuracy: {row.reason}.")
+    return notes + _detector_notes([row for row in rows if "@" not in row.metric])
+
+
+def _detector_notes(rows: list[Row]) -> list[str]:
+    notes = []
     about = [row for row in rows if row.detector and row.reason]
     for status, opening in (("ok", "Remark"), ("failed", "Failed"), ("skipped", "Not supported")):
         for reason in unique((row for row in about if row.status == status), "reason"):

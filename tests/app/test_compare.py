@@ -9,10 +9,13 @@ import time
 import config_kit
 import numpy as np
 import pytest
+import torch
 from config_kit import ROOT, choices
 from omegaconf import OmegaConf
 
+from rmd_plugin import Calibrated
 from rmd_plugin.app.commands import compare as main
+from rmd_plugin.app.parts import make_benchmark
 from rmd_plugin.compare.rows import read_rows, select
 from rmd_plugin.report.names import LABELS, OURS
 from rmd_plugin.report.run_folder import RunFolder
@@ -118,29 +121,48 @@ def test_a_run_writes_rows_tables_scores_and_pictures(run):
         text = folder.file(name).read_text()
         assert "RMD" in text
         assert f"{100 * select(rows, detector='rmd', metric='AUROC')[0].value:.2f}" in text
-    assert set(folder.read_scores()["msp"]) == {"test", "shifted"}
+    assert set(folder.read_scores()["msp"]) == {"val", "test", "shifted"}
     pictures = {path.name for path in folder.file("figures").iterdir()}
-    assert pictures == {f"{n}.{s}" for n in ("auroc", "roc", "histograms") for s in ("png", "pdf")}
+    assert pictures == {f"{n}.{s}" for n in ("auroc", "roc", "histograms", "calibration") for s in ("png", "pdf")}
     assert "RMD" in out
     assert "95 % bootstrap interval" in out
     assert str(folder.path) in out
     assert folder.read_status().state == "done"
 
 
+def test_every_detector_of_a_run_can_be_loaded_and_decides_as_the_run_did(run, caplog):
+    with caplog.at_level("INFO"):
+        folder, _ = run("detector=[rmd,msp,knn,react,openmax]", "alpha=0.1")
+    kept = {path.stem: Calibrated.load(path) for path in folder.file("detectors").iterdir()}
+    assert set(kept) == {"rmd", "msp", "knn", "react"}
+    assert "detectors/ does not hold: openmax" in caplog.text
+    rows, scores = folder.read_rows(), folder.read_scores()
+    for name, detector in kept.items():
+        assert detector.alpha == 0.1
+        assert detector.threshold() == select(rows, detector=name, metric="threshold@0.1")[0].value
+        assert len(detector.calibration) == len(scores[name]["val"])
+    [ood] = make_benchmark(OmegaConf.load(folder.file("config.yaml"))).test_sets(known=False)
+    flagged = kept["rmd"].is_ood_features(torch.stack([x for x, _ in ood]))
+    assert float(flagged.double().mean()) == select(rows, detector="rmd", metric="detected@0.1")[0].value
+
+
+@pytest.mark.slow
 def test_the_second_run_takes_its_features_from_the_cache(run, tmp_path):
     run("detector=[rmd]", name="one")
     entries = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")}
-    assert len(entries) == 6  # features and labels of train, test and shifted
+    assert len(entries) == 8  # features and labels of train, val, test and shifted
     run("detector=[rmd]", name="two")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == entries
 
 
+@pytest.mark.slow
 def test_a_run_repeated_from_its_own_config_gives_the_same_rows_to_the_bit(run):
     first, _ = run("detector=[rmd,msp,knn]", "detector.knn.k=9", "seed=3", name="first")
     again, _ = run(flags=["--config-dir", str(first.path), "--config-name", "config"], name="again", tiny=False)
     assert again.file("rows.csv").read_bytes() == first.file("rows.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_options_reach_the_detectors_the_data_and_the_cache(run, tmp_path):
     changes = ["detector.rmd.shrinkage=0.5", "detector.knn.k=300", "limit_test=50", "cache_dir=null"]
     folder, _ = run("detector=[rmd,knn]", *changes)
@@ -152,6 +174,20 @@ def test_options_reach_the_detectors_the_data_and_the_cache(run, tmp_path):
     assert not np.array_equal(folder.read_scores()["rmd"]["test"], other.read_scores()["rmd"]["test"])
 
 
+@pytest.mark.slow
+def test_few_samples_are_a_short_remark_and_auto_is_the_remedy(run):
+    few = ["detector=[rmd,mahalanobis,marginal]", "limit_train=36"]
+    folder, out = run(*few)
+    expected = "36 samples are few for the covariance of 8 features (N < 5 D): scores can be poor."
+    rows = select(folder.read_rows(), metric="AUROC")
+    assert {row.detector for row in rows if row.reason.startswith(expected)} == {"rmd", "mahalanobis"}
+    assert expected in " ".join(out.split())
+    shrunk, out = run(*few, "detector.rmd.shrinkage=auto", "detector.mahalanobis.shrinkage=auto", name="shrunk")
+    assert not any(row.reason for row in select(shrunk.read_rows(), metric="AUROC"))
+    assert "samples are few" not in out
+
+
+@pytest.mark.slow
 def test_an_untrained_network_is_named_as_such(run):
     small = ["backbone.widths=[4]", "limit_train=60", "limit_test=30", "figures=false"]
     folder, out = run("benchmark=digits", *small, "detector=[rmd,msp,odin,mahalanobis_odin]", tiny=False)
@@ -264,7 +300,7 @@ def test_an_unknown_choice_lists_the_choices(run):
 @pytest.mark.parametrize("when", [0, 3], ids=["between", "while flows are trained"])
 def test_ctrl_c_leaves_what_was_done(tmp_path, when):
     endless = ["max_epochs", "patience"]
-    slow = ["detector=[rmd,relative_flow]", *(f"detector.relative_flow.{name}=1000000" for name in endless)]
+    slow = ["detector=[rmd,flow_likelihood]", *(f"detector.flow_likelihood.{name}=1000000" for name in endless)]
     words = [*TINY, *slow, "hydra.run.dir=out"]
     job = config_kit.start("rmd_plugin.app.compare", tmp_path, *words, RMD_CACHE_DIR=str(tmp_path / "cache"))
     rows = tmp_path / "out" / "rows.csv"
@@ -273,7 +309,10 @@ def test_ctrl_c_leaves_what_was_done(tmp_path, when):
         time.sleep(0.2)
     time.sleep(when)
     os.killpg(job.pid, signal.SIGINT)
-    out, err = job.communicate(timeout=60)
+    try:
+        out, err = job.communicate(timeout=60)
+    finally:
+        job.kill()  # it would go on for ever
     assert job.returncode == 130, err
     assert "Traceback" not in err
     assert select(read_rows(rows), detector="rmd", metric="AUROC")

@@ -61,6 +61,7 @@ def test_the_step_of_the_last_checkpoint_is_the_final_one(tmp_path, options):
     assert torch.load(tmp_path / "best.ckpt", weights_only=True)["global_step"] < made.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", LENGTHS)
 def test_a_training_goes_on_as_if_it_had_never_failed(tmp_path, options):
     whole, logs = run(tmp_path / "whole", **options)

@@ -32,6 +32,7 @@ def test_every_choice_composes(group):
         assert OmegaConf.to_container(config[group], resolve=False) is not None
 
 
+@pytest.mark.slow
 def test_all_detectors_compose_together():
     config = composed("train", f"detector=[{','.join(choices('detector'))}]")
     assert {"rmd", "relative_flow", "msp", "knn"} <= set(config.detector)

@@ -190,6 +190,7 @@ def test_impossible_transforms_are_refused() -> None:
         ImageTransform(16, (0.5,) * 3, (0.5,) * 3, crop_pct=0.0)
 
 
+@pytest.mark.slow
 def test_the_small_cnn_learns_the_digits() -> None:
     torch.manual_seed(0)
     digits = load_digits()

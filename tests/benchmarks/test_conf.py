@@ -55,6 +55,7 @@ def test_the_run_s_own_options_reach_the_benchmark(name):
     assert config.get("data_dir", "elsewhere") == "elsewhere"
 
 
+@pytest.mark.slow
 def test_benchmarks_without_files_are_built_from_their_config():
     digits = instantiate(composed("digits", "seed=3", "limit_train=60"))
     assert len(digits.train_set()) == 60

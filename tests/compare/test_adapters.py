@@ -7,7 +7,7 @@ from pytorch_ood.api import Detector, FeaturesDetector
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rmd_plugin import RMD, PartialMahalanobis
+from rmd_plugin import RMD, FusedRMD, PartialMahalanobis
 from rmd_plugin.compare.adapters import NetworkParts, NotSupported, Representation, adopt, build, detector_class
 from rmd_plugin.encoding.batches import Encoded
 
@@ -87,6 +87,7 @@ BUILT = {
     framework.ODIN: lambda n: framework.ODIN(n),
     framework.MahalanobisODIN: lambda n: framework.MahalanobisODIN(n.features),
     RMD: lambda n: RMD(n.features),
+    FusedRMD: lambda n: FusedRMD(n.features, n.fc),
 }
 
 
@@ -118,6 +119,15 @@ def test_what_is_set_is_kept_and_what_is_null_is_filled_in(parts):
     assert build(functools.partial(framework.KNN, k=7), parts).detector.k == 7
     wide = NetworkParts(feature_dim=512, num_classes=10, head=nn.Linear(512, 10))
     assert build(framework.ViM, wide).detector.d == 64
+
+
+def test_a_head_is_given_once_and_one_that_is_set_is_kept(parts):
+    weight = torch.ones(2, D)
+    assert torch.equal(build(functools.partial(FusedRMD, w=weight), parts).detector.head.weight, weight)
+    found = build(FusedRMD, parts).detector.head
+    assert torch.equal(found.weight, parts.head.weight)
+    assert found is not parts.head
+    assert build(FusedRMD, NetworkParts(feature_dim=D, num_classes=K)).detector.head is None
 
 
 def test_calibrated_detectors_are_fitted_on_validation_data(parts):

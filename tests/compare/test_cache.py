@@ -309,6 +309,7 @@ def job(root, log, barrier, results):
     results.put((float(found.features.sum()), found.labels.tolist()))
 
 
+@pytest.mark.slow
 def test_jobs_that_start_together_compute_once_and_all_read_the_whole(tmp_path):
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(4), context.Queue()
@@ -346,6 +347,7 @@ def test_a_killed_job_leaves_nothing_that_breaks_the_next(tmp_path, caplog):
     assert caplog.text == ""
 
 
+@pytest.mark.slow
 def test_a_waiting_job_takes_over_when_the_first_is_killed(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     context = multiprocessing.get_context("fork")

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import torch
 from pytorch_ood import detector as framework
-from pytorch_ood.api import FeaturesDetector
+from pytorch_ood.api import FeaturesDetector, LogitsDetector
 from pytorch_ood.metrics import OODMetrics
+from scipy.stats import binom
 from tiny_benchmark import CLASSES, Tiny, TinyNet
 from torch import nn
 
-from rmd_plugin import RMD, Mahalanobis, NumericalWarning
+from rmd_plugin import RMD, Calibrated, Mahalanobis, NumericalWarning
 from rmd_plugin.compare.comparison import compare
 from rmd_plugin.compare.extraction import Extractor
 from rmd_plugin.compare.rows import select
@@ -33,7 +34,7 @@ def everything():
 
 
 def test_every_detector_of_the_framework_has_numbers_or_a_reason(everything):
-    reasons = {row.detector: row.reason for row in everything.rows if not row.ok}
+    reasons = {row.detector: row.reason for row in everything.rows if not row.ok and row.metric == "AUROC"}
     assert set(reasons) == {"Gram", "MultiMahalanobis", "RankFeat", "MCM", "WeightedEBO"}
     assert all(row.status == "skipped" for row in everything.rows if not row.ok)
     assert set(everything.scores) == {"rmd", "dice", *ALL} - set(reasons)
@@ -43,6 +44,10 @@ def test_rows_are_complete_and_name_what_they_belong_to(everything):
     mine = select(everything.rows, detector="rmd")
     assert {(row.ood, row.metric) for row in mine} == {
         *((ood, metric) for ood in ("near", "far") for metric in ("AUROC", "AUPR-IN", "AUPR-OUT", "FPR95TPR")),
+        ("", "threshold@0.05"),
+        ("", "false_alarms@0.05"),
+        ("near", "detected@0.05"),
+        ("far", "detected@0.05"),
         ("", "fit_seconds"),
         ("", "score_seconds"),
     }
@@ -58,7 +63,63 @@ def test_numbers_are_those_of_the_framework_on_the_same_scores(everything):
         metrics.update(torch.from_numpy(np.concatenate([scores["test"], scores["near"]])), labels)
         expected = metrics.compute()
         for row in select(everything.rows, detector=detector, ood="near"):
-            assert row.value == pytest.approx(expected[row.metric])
+            if row.metric in expected:
+                assert row.value == pytest.approx(expected[row.metric])
+
+
+def test_decisions_are_counts_of_the_samples_above_the_threshold(everything):
+    for detector in ("rmd", "MaxSoftmax", "KNN"):
+        scores = everything.scores[detector]
+        # at most 5 % of 91 exchangeable samples reach the fourth largest of 90
+        threshold = np.sort(scores["val"])[-4]
+        [row] = select(everything.rows, detector=detector, metric="threshold@0.05")
+        assert row.value == threshold
+        [row] = select(everything.rows, detector=detector, metric="false_alarms@0.05")
+        count = int((scores["test"] > threshold).sum())
+        assert (row.value, row.ood) == (count / 60, "")
+        # Clopper and Pearson: the ends are the rates at which the count is at one end of its 95 %
+        assert binom.sf(count - 1, 60, row.low) == pytest.approx(0.025 if count else 1.0)
+        assert binom.cdf(count, 60, row.high) == pytest.approx(0.025)
+        [row] = select(everything.rows, detector=detector, metric="detected@0.05", ood="near")
+        assert row.value == np.mean(scores["near"] > threshold)
+
+
+def test_a_detector_without_decisions_keeps_its_numbers(everything):
+    # a sample whose features are all zero has no score there
+    [row] = select(everything.rows, detector="SCALE", metric="false_alarms@0.05")
+    assert row.status == "skipped"
+    assert "1 of 90 calibration scores are NaN" in row.reason
+    assert select(everything.rows, detector="SCALE", metric="AUROC", ood="near")[0].ok
+    assert everything.detectors["SCALE"].calibration is None
+
+
+def test_a_fit_that_has_seen_the_calibration_data_is_remarked(everything):
+    remarks = {row.detector: row.reason for row in select(everything.rows, metric="false_alarms@0.05", status="ok")}
+    told = {name for name, reason in remarks.items() if "has seen the validation data" in reason}
+    assert told == {"TemperatureScaling", "KLMatching"}
+
+
+def test_too_few_validation_samples_and_none_leave_the_comparison_standing(everything):
+    found = run({"rmd": RMD}, alpha=0.01)
+    assert "needs 99" in select(found.rows, metric="false_alarms@0.01")[0].reason
+    assert select(found.rows, metric="AUROC", ood="far")[0].ok
+    with pytest.raises(ValueError, match="alpha must be a number between 0 and 1"):
+        run({"rmd": RMD}, alpha=5)
+
+
+@pytest.mark.parametrize("name", ["rmd", "dice", "MaxSoftmax", "KNN", "ViM", "ReAct", "NNGuide", "GMM", "KLMatching"])
+def test_a_compared_detector_can_be_saved_and_decides_the_same(everything, name, tmp_path):
+    detector = everything.detectors[name]
+    detector.save(tmp_path / "file")
+    loaded = Calibrated.load(tmp_path / "file")
+    data = Extractor(Tiny(), TinyNet(), progress=False, batch_size=64).features("near").features
+    kind = "logits" if isinstance(detector.detector, LogitsDetector) else "features"
+    values = torch.randn(8, 3) if kind == "logits" else data[:8]
+    if name == "ReAct":
+        kind, values = "feature_maps", data[:8, :, None, None]
+    scores = [getattr(found.detector, f"predict_{kind}")(values) for found in (detector, loaded)]
+    assert torch.equal(*scores)
+    assert loaded.threshold() == detector.threshold()
 
 
 def test_the_frameworks_own_evaluation_gives_the_same_auroc(everything):
@@ -74,7 +135,9 @@ def test_the_frameworks_own_evaluation_gives_the_same_auroc(everything):
 def test_intervals_hold_the_number_and_can_be_left_out(everything):
     rows = select(everything.rows, metric="AUROC", status="ok")
     assert all(row.low <= row.value <= row.high for row in rows)
-    assert all(math.isnan(row.low) for row in run({"rmd": RMD}, resamples=0).rows)
+    without = select(run({"rmd": RMD}, resamples=0).rows, metric="AUROC")
+    assert without
+    assert all(math.isnan(row.low) for row in without)
 
 
 class Broken(FeaturesDetector):
@@ -245,9 +308,13 @@ def test_ctrl_c_in_a_fit_that_takes_it_as_its_own_stops_the_comparison_too():
     assert list(result.scores) == ["md"]
 
 
-def test_without_validation_data_the_training_data_calibrate():
+def test_without_validation_data_the_training_data_fit_and_nothing_is_decided():
     class Without(Tiny):
         def val_set(self):
             raise ValueError("there is none")
 
-    assert "ts" in run({"ts": framework.TemperatureScaling}, benchmark=Without()).scores
+    found = run({"ts": framework.TemperatureScaling}, benchmark=Without())
+    assert "ts" in found.scores
+    assert "val" not in found.scores["ts"]
+    assert found.detectors["ts"].calibration is None
+    assert not any("@" in row.metric for row in found.rows)

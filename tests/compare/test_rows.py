@@ -43,6 +43,7 @@ def path(tmp_path_factory):
     return tmp_path_factory.mktemp("rows") / "rows.csv"
 
 
+@pytest.mark.slow
 @given(rows=some_rows)
 def test_every_row_comes_back_from_csv_to_the_last_bit(rows, path):
     write_rows(rows, path)

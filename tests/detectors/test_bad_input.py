@@ -13,6 +13,7 @@ from torch import nn
 from rmd_plugin import (
     RMD,
     ClassMoments,
+    FusedRMD,
     Mahalanobis,
     MarginalMahalanobis,
     NumericalWarning,
@@ -85,9 +86,12 @@ def test_an_empty_batch_gives_an_empty_score(blobs):
     assert detector.class_scores(x[:0]).shape == (0, 5)
     assert detector.nearest_class(x[:0]).shape == (0,)
     assert detector.contributions(x[:0]).shape == (0, 4)
+    fused = FusedRMD().fit_features(z, y)
+    assert fused.predict_features(x[:0]).shape == fused.members(x[:0]).guard.shape == (0,)
+    assert fused.class_scores(x[:0]).shape == (0, 5)
 
 
-@pytest.mark.parametrize("detector", GAUSSIAN)
+@pytest.mark.parametrize("detector", [*GAUSSIAN, FusedRMD])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_bad_values_score_nan_for_their_own_sample_only(detector, bad, blobs):
     z, y, x = blobs
@@ -201,7 +205,7 @@ def test_duplicated_features_count_once(blobs):
 
 def test_no_variance_at_all_is_an_error():
     z, y = torch.tensor([[0.0, 1.0], [2.0, 3.0]]), torch.tensor([0, 1])
-    for detector in (*GAUSSIAN, lambda: PartialMahalanobis(components=1)):
+    for detector in (*GAUSSIAN, FusedRMD, lambda: PartialMahalanobis(components=1)):
         with pytest.raises(ValueError, match=r"no feature varies within the classes .2 samples, 2 classes"):
             detector().fit_features(z, y)
 
@@ -209,10 +213,11 @@ def test_no_variance_at_all_is_an_error():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shrinkage": 1.5}, r"number in \[0, 1\] or 'oas', got 1.5"),
-        ({"shrinkage": "ledoit"}, "or 'oas', got 'ledoit'"),
+        ({"shrinkage": 1.5}, r"number in \[0, 1\], 'oas' or 'auto', got 1.5"),
+        ({"shrinkage": "ledoit"}, "'oas' or 'auto', got 'ledoit'"),
         ({"covariance": "full"}, "must be 'tied' or 'diagonal', got 'full'"),
-        ({"covariance": "diagonal", "shrinkage": "oas"}, "needs covariance='tied'"),
+        ({"covariance": "diagonal", "shrinkage": "oas"}, "'oas' needs covariance='tied'"),
+        ({"covariance": "diagonal", "shrinkage": "auto"}, "'auto' needs covariance='tied'"),
     ],
 )
 def test_options_are_checked_when_they_are_given(options, message):

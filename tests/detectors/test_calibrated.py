@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from pytorch_ood.detector import KNN, ODIN, EnergyBased, MaxSoftmax
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rmd_plugin import RMD, Calibrated, Mahalanobis, MarginalMahalanobis, NumericalWarning, load_detector
+from rmd_plugin import RMD, Calibrated, FusedRMD, Mahalanobis, MarginalMahalanobis, NumericalWarning, load_detector
 
 FEATURES = {
     "rmd": lambda **options: Calibrated(RMD(), **options),
+    "fused": lambda **options: Calibrated(FusedRMD(), **options),
     "mahalanobis": lambda **options: Calibrated(Mahalanobis(shrinkage=0.1), **options),
     "marginal": lambda **options: Calibrated(MarginalMahalanobis(), **options),
     "knn": lambda **options: Calibrated(KNN(None, k=5), **options),
@@ -78,6 +80,21 @@ def test_calibrating_leaves_out_ood_labels_and_the_state_of_the_network():
     assert len(found.calibrate_scores(torch.arange(5.0), torch.tensor([0, -1, 2, -5, 1])).calibration) == 3
 
 
+@pytest.mark.parametrize("per_class", [False, True])
+def test_decisions_are_those_of_the_network_in_evaluation_mode(per_class):
+    z, y, x = make_blobs(dtype=torch.float32)
+    net = make_network().eval()
+    found = Calibrated(MaxSoftmax(net), 0.2, per_class=per_class)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericalWarning)  # small classes
+        found.calibrate([(z, y)])
+    expected = found.is_ood_logits(net(x).detach()), found.p_value_logits(net(x).detach())
+    net.train()
+    assert torch.equal(found.is_ood(x[:7]), expected[0][:7])
+    assert torch.equal(found.p_value(x[:7]), expected[1][:7])
+    assert net.training
+
+
 def test_a_new_fit_forgets_the_calibration():
     z, y, _ = make_blobs()
     found = Calibrated(RMD())
@@ -135,6 +152,10 @@ def test_what_is_no_detector_is_refused():
         Calibrated(RMD(), 5)
     with pytest.raises(ValueError, match="no ID sample"):
         Calibrated(MaxSoftmax(make_network())).calibrate([])
+    with pytest.raises(ValueError, match="no ID sample"):
+        Calibrated(MaxSoftmax(None)).calibrate_logits(torch.zeros(2, 3), torch.tensor([-1, -2]))
+    with pytest.raises(ValueError, match=r"must yield pairs \(x, y\), got a Tensor of length 2"):
+        Calibrated(MaxSoftmax(make_network())).calibrate([torch.zeros(2, 12)])
     with pytest.raises(TypeError, match="KNN does not score logits"):
         Calibrated(KNN(None)).p_value_logits(torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"one score for each of the 2 samples, got \(2, 4, 4\)"):
@@ -192,6 +213,7 @@ def exported_cases():
     yield "logits", Calibrated(MaxSoftmax(None), alpha=0.1, per_class=True).calibrate_logits(z[300:]), queries
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*calibration samples that alpha")
 @pytest.mark.parametrize("case", ["all", "per class", "logits"])
 def test_one_exported_graph_gives_score_p_value_and_decision(case):

@@ -4,6 +4,7 @@ import torch.distributed as dist
 from torch import multiprocessing as mp
 
 from rmd_plugin import CalibrationScores
+from rmd_plugin.detectors.conformal import Calibration
 
 pytestmark = pytest.mark.ddp
 
@@ -53,4 +54,11 @@ def test_two_processes_calibrate_as_one(ranks, split, per_class):
         assert all(torch.equal(found[name], tensor) for name, tensor in exact.tensors.items() if name != "classes")
     first, second = (results[split, "sketch", per_class] for results in ranks)
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert int(first["weights"].sum()) == 1000
+    values, classes = scores()
+    sketch = Calibration.from_tensors(first, smallest_class=1)
+    assert len(sketch) == 1000
+    for k in range(3) if per_class else [None]:
+        queries, own = (values, None) if k is None else (values[classes == k], classes[classes == k])
+        gap = sketch.p_value(queries, own) - exact.p_value(queries, own)
+        allowed = int(sketch.overcount[k or 0]) / (len(queries) + 1)
+        assert 0 <= float(gap.min()) <= float(gap.max()) <= allowed

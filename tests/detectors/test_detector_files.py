@@ -17,7 +17,7 @@ from conftest import make_blobs
 from rmd_plugin import RMD, ClassMoments, Mahalanobis, MarginalMahalanobis, Moments, RelativeFlow, load_detector
 from rmd_plugin.detectors.files import DetectorFileError
 
-FLOW = {"max_epochs": 1, "hidden_features": 4, "progress": False}
+FLOW = {"max_epochs": 1, "hidden_features": 4, "space": "features", "background": "flow", "sharing": "per_class"}
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +255,7 @@ def test_shapes_and_options_must_belong_together(options, complaint, fitted):
         ({"num_blocks": 2}, "blocks.1.* is missing"),
         ({"kind": "rqs"}, r"final_layer.weight' .* expected \(3, 92, 4\)"),
         ({"sharing": "conditional"}, r"'class_epochs' .* expected \(1,\)"),
+        ({"background": "none"}, "background must be 'flow' or 'gaussian'"),
     ],
     ids=str,
 )

@@ -4,7 +4,7 @@ import torch
 from conftest import make_blobs
 from torch import nn
 
-from rmd_plugin import RMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis
+from rmd_plugin import RMD, FusedRMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis
 
 CASES = {
     "rmd": lambda: RMD(),
@@ -13,6 +13,8 @@ CASES = {
     "mahalanobis": lambda: Mahalanobis(),
     "marginal": lambda: MarginalMahalanobis(),
     "partial": lambda: PartialMahalanobis(components=3),
+    "fused": lambda: FusedRMD(w=torch.linspace(-1, 1, 60).view(5, 12), b=torch.ones(5)),
+    "fused without a head": lambda: FusedRMD(),
 }
 every_case = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
 

@@ -1,13 +1,17 @@
 """FlowLikelihood and RelativeFlow: equal to the Gaussian detectors before training, better on curved data after it."""
 
 import re
+import sys
 
 import numpy as np
 import pytest
+import scipy.linalg
 import torch
 from conftest import make_blobs
 from pytorch_ood.api import ModelNotSetException, RequiresFittingException
 from pytorch_ood.utils import GridSearch
+from scipy.spatial.distance import pdist
+from scipy.stats import multivariate_normal
 from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,12 +25,15 @@ every_detector = pytest.mark.parametrize("detector", DETECTORS)
 # without a validation part every flow leaves its start, so what is tested are flows and not Gaussians
 QUICK = {"hidden_features": 16, "max_epochs": 3, "lr": 1e-2, "validation_fraction": 0.0, "progress": False}
 VARIANTS = {
-    "maf": {},
-    "rqs": {"kind": "rqs", "num_bins": 4},
-    "two transforms": {"transforms": 2, "num_blocks": 2},
+    "maf": {"sharing": "per_class"},
+    "rqs": {"sharing": "per_class", "kind": "rqs", "num_bins": 4},
+    "two transforms": {"sharing": "per_class", "transforms": 2, "num_blocks": 2},
     "conditional": {"sharing": "conditional"},
     "conditional rqs": {"sharing": "conditional", "kind": "rqs", "transforms": 2},
 }
+PAPER = {"space": "features", "background": "flow", "sharing": "per_class"}
+SETTINGS = [{"space": s, "background": b} for s in ("features", "discriminant") for b in ("flow", "gaussian")]
+every_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: " ".join(setting.values()))
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
@@ -67,10 +74,11 @@ def test_without_training_the_scores_are_those_of_the_gaussian_detectors(variant
         assert torch.equal(scores.argsort()[::8], expected.argsort()[::8])
 
 
-@pytest.mark.parametrize("options", [{"shrinkage": 0.3}, {"shrinkage": "oas"}, {"normalize": True}], ids=str)
-def test_without_training_the_options_mean_what_they_mean_for_rmd(options, blobs):
+@every_setting
+@pytest.mark.parametrize("options", [{}, {"shrinkage": 0.3}, {"shrinkage": "oas"}, {"normalize": True}], ids=str)
+def test_without_training_the_options_mean_what_they_mean_for_rmd(options, setting, blobs):
     z, y, x = blobs
-    scores = 2 * RelativeFlow(max_epochs=0, **options).fit_features(z, y).predict_features(x)
+    scores = 2 * RelativeFlow(max_epochs=0, **setting, **options).fit_features(z, y).predict_features(x)
     expected = RMD(**options).fit_features(z, y).predict_features(x)
     torch.testing.assert_close(scores - scores.mean(), expected - expected.mean(), rtol=1e-4, atol=1e-4)
 
@@ -83,7 +91,7 @@ def test_dead_and_dependent_features_are_left_out_as_in_rmd(blobs):
         return torch.cat([features[:, :4], dead, features[:, 4:], features[:, :1] - features[:, 1:2], dead], dim=1)
 
     with pytest.warns(NumericalWarning, match="rank 12 of 15"):
-        detector = RelativeFlow(**QUICK).fit_features(widen(z), y)
+        detector = RelativeFlow(**QUICK, **PAPER).fit_features(widen(z), y)
     assert detector.coordinates(widen(x)).shape == (80, 12)
     assert bool(detector.predict_features(widen(x)).isfinite().all())
     with pytest.warns(NumericalWarning, match="rank 12 of 15"):
@@ -94,7 +102,7 @@ def test_dead_and_dependent_features_are_left_out_as_in_rmd(blobs):
 
 def test_coordinates_whiten_each_class_and_keep_the_order_of_the_features(blobs):
     z, y, _ = blobs
-    detector = RelativeFlow(max_epochs=0).fit_features(z, y)
+    detector = RelativeFlow(max_epochs=0, space="features").fit_features(z, y)
     own = torch.cat([detector.coordinates(z[y == k], k) for k in range(5)])
     torch.testing.assert_close(own.T @ own / len(own), torch.eye(12).double(), rtol=0, atol=1e-9)
     turned = z.clone()
@@ -104,13 +112,102 @@ def test_coordinates_whiten_each_class_and_keep_the_order_of_the_features(blobs)
     assert bool((detector._state["projection"].diagonal() > 0).all())
 
 
+# -- the discriminant space -----------------------------------------------------------------------------------------
+
+
+def discriminant_coordinates(z, y, x):
+    """Textbook: coordinates of generalised eigenvectors of Sigma_B and Sigma, and the background's variances there."""
+    means = np.stack([z[y == k].mean(0) for k in range(y.max() + 1)])
+    within = np.cov((z - means[y]).T, bias=True)
+    between, vectors = scipy.linalg.eigh(np.cov(z.T, bias=True) - within, within)
+    kept = between > 1e-9
+    return (x - z.mean(0)) @ vectors[:, kept], 1 + between[kept]
+
+
+@pytest.mark.parametrize("shape", [{}, {"num_classes": 2}, {"num_classes": 30, "width": 6}], ids=str)
+@pytest.mark.parametrize("sharing", ["per_class", "conditional"])
+def test_the_background_is_the_gaussian_of_all_samples_in_the_discriminant_space(sharing, shape):
+    z, y, x = make_blobs(**shape)
+    options = QUICK | {"space": "discriminant", "sharing": sharing}
+    relative = RelativeFlow(background="gaussian", **options).fit_features(z, y)
+    likelihood = FlowLikelihood(**options).fit_features(z, y)
+    # the same class flows: what is left is log p_0, up to the volume of the map
+    found = (relative.class_scores(x) - likelihood.class_scores(x)).numpy()
+    w, variances = discriminant_coordinates(z.numpy(), y.numpy(), x.numpy())
+    assert w.shape[1] == min(z.shape[1], len(y.unique()) - 1) == relative.coordinates(x).shape[1]
+    expected = multivariate_normal(cov=np.diag(variances)).logpdf(w)
+    np.testing.assert_allclose(found - found.mean(), (expected - expected.mean())[:, None] + 0 * found, atol=2e-3)
+    # distances between samples do not depend on how the axes are turned
+    np.testing.assert_allclose(pdist(relative.coordinates(x).numpy()), pdist(w), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["maf", "rqs"])
+def test_two_classes_have_one_direction(kind):
+    z, y, x = make_blobs(num_classes=2, dtype=torch.float32)
+    for setting in ({"background": "flow"}, {"background": "gaussian", "transforms": 2}):
+        detector = RelativeFlow(space="discriminant", kind=kind, **QUICK, **setting).fit_features(z, y)
+        assert detector.coordinates(x).shape == (80, 1)
+        # half-way between the means the score is higher than at either
+        means = torch.stack([z[y == k].mean(0) for k in (0, 1)])
+        first, second, middle = detector.predict_features(torch.cat([means, means.mean(0, keepdim=True)]))
+        assert middle > max(first, second)
+
+
+def test_means_on_a_line_leave_one_direction_and_equal_means_that_of_the_features(blobs):
+    z, y, x = blobs
+    own = z - torch.stack([z[y == k].mean(0) for k in range(5)])[y]
+    line = own + y[:, None] * torch.ones(12)
+    detector = RelativeFlow(space="discriminant", **QUICK).fit_features(line, y)
+    assert detector.coordinates(x).shape == (80, 1)
+    with pytest.warns(NumericalWarning, match="there is no discriminant space"):
+        detector = FlowLikelihood(space="discriminant", **QUICK).fit_features(z[y == 0], y[y == 0])
+    assert detector.coordinates(x).shape == (80, 12)
+
+
+@pytest.mark.slow
+@every_setting
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_settings_are_saved_loaded_and_exported(setting, tmp_path):
+    z, y, x = make_blobs(dtype=torch.float32)
+    fitted = RelativeFlow(**QUICK, **setting).fit_features(z, y)
+    fitted.save(tmp_path / "flow.pt")
+    loaded = load_detector(tmp_path / "flow.pt")
+    assert {name: loaded.options[name] for name in setting} == setting
+    assert torch.equal(loaded.predict_features(x), fitted.predict_features(x))
+    program = torch.export.export(loaded.to_module(), (x[:3],), dynamic_shapes={"z": {0: torch.export.Dim("batch")}})
+    torch.testing.assert_close(program.module()(x), fitted.predict_features(x))
+    # options that are changed later belong to the next fit
+    fitted.background = "flow" if fitted.background == "gaussian" else "gaussian"
+    assert torch.equal(fitted.to_module()(x), loaded.to_module()(x))
+
+
+@every_detector
+def test_states_from_before_the_settings_keep_their_meaning(detector):
+    z, y, x = make_blobs(dtype=torch.float32)
+    setting = PAPER if detector is RelativeFlow else {"space": "features"}
+    fitted = detector(**QUICK, **setting).fit_features(z, y)
+    state = fitted.state_dict()
+    for name in ("space", "background"):
+        state["options"].pop(name, None)
+    for loaded in (load_detector(state), detector().load_state_dict(state)):
+        assert loaded.options == fitted.options
+        assert torch.equal(loaded.predict_features(x), fitted.predict_features(x))
+
+
+def test_a_likelihood_has_no_background():
+    with pytest.raises(TypeError, match="background"):
+        FlowLikelihood(background="gaussian")
+
+
 # -- after training -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_relative_flow_finds_what_only_a_curved_density_can_tell_apart():
     (z, y), (fresh, _), torn = arcs(600), arcs(400, seed=1), torn_arcs(400, seed=2)
     options = {"hidden_features": 32, "lr": 1e-2, "max_epochs": 20, "progress": False}
-    relative, plain = (d(**options).fit_features(z, y) for d in (RelativeFlow, FlowLikelihood))
+    relative = RelativeFlow(**options, **PAPER).fit_features(z, y)
+    plain = FlowLikelihood(**options).fit_features(z, y)
     assert auroc(RMD().fit_features(z, y), fresh, torn) < 0.55
     assert auroc(Mahalanobis().fit_features(z, y), fresh, torn) < 0.55
     assert auroc(relative, fresh, torn) > 0.75
@@ -149,7 +246,7 @@ def test_class_flows_are_flows_of_nflows(variant):
     detector = FlowLikelihood(**(QUICK | variant)).fit_features(z, y)
     scores = detector.class_scores(x)
     for label in (0, 3):
-        hot = torch.eye(5)[label].expand(len(x), 5) if "sharing" in variant else None
+        hot = torch.eye(5)[label].expand(len(x), 5) if variant["sharing"] == "conditional" else None
         with torch.no_grad():
             own = detector.class_flow(label).log_prob(detector.coordinates(x, label), hot)
         expected = -own - detector._state["log_volume"].float()
@@ -306,23 +403,29 @@ def test_the_detector_stays_on_the_device_it_is_given(blobs):
         torch.testing.assert_close(moved.predict_features(x).cpu(), detector.predict_features(x), rtol=1e-3, atol=1e-2)
 
 
-def test_the_bar_is_an_option(blobs, capsys):
+def test_the_bar_is_an_option_and_needs_a_terminal(blobs, capsys, monkeypatch):
     z, y, _ = blobs
-    RelativeFlow(**(QUICK | {"progress": True})).fit_features(z, y)
+    loader = DataLoader(TensorDataset(z.float(), y), batch_size=100)
+    detector = RelativeFlow(nn.Identity(), **(QUICK | PAPER | {"progress": True}))
+    detector.fit(loader)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    detector.fit(loader)
     shown = capsys.readouterr().err
-    assert all(part in shown for part in ("class flows", "background flow", "epoch=3", "train=", "val="))
+    titles = ("fit RelativeFlow", "class flows", "background flow")
+    assert all(part in shown for part in (*titles, "epoch=3", "train=", "val="))
     RelativeFlow(**QUICK).fit_features(z, y)
     assert capsys.readouterr().err == ""
 
 
 def test_the_report_has_a_row_per_flow(blobs):
     z, y, _ = blobs
-    rows = RelativeFlow(**QUICK).fit_features(z, y).training_report()
+    rows = RelativeFlow(**QUICK, **PAPER).fit_features(z, y).training_report()
     assert [row["flow"] for row in rows] == [0, 1, 2, 3, 4, "background"]
     assert all(row["trained"] < row["gaussian"] for row in rows)
     assert all(row["epoch"] == 3 for row in rows)
-    rows = FlowLikelihood(sharing="conditional", **QUICK).fit_features(z, y).training_report()
-    assert [row["flow"] for row in rows] == ["conditional"]
+    for detector in (FlowLikelihood(sharing="conditional", **QUICK), RelativeFlow(background="gaussian", **QUICK)):
+        assert [row["flow"] for row in detector.fit_features(z, y).training_report()] == ["conditional"]
 
 
 # -- trouble --------------------------------------------------------------------------------------------------------
@@ -422,7 +525,7 @@ def test_classes_without_a_sample_are_never_nearest(blobs):
 def test_a_single_class_has_no_ratio(blobs):
     z, y, x = blobs
     with pytest.warns(NumericalWarning, match="Use FlowLikelihood"):
-        RelativeFlow(**QUICK).fit_features(z, torch.zeros_like(y))
+        RelativeFlow(**QUICK, **PAPER).fit_features(z, torch.zeros_like(y))
     assert FlowLikelihood(**QUICK).fit_features(z, torch.zeros_like(y)).predict_features(x).shape == (80,)
 
 
@@ -457,14 +560,14 @@ def test_an_interrupt_leaves_a_detector_that_scores(when, blobs, monkeypatch):
 
     monkeypatch.setattr(optimizer, "adamw", interrupted)
     with pytest.warns(UserWarning, match="interrupted"):
-        detector = RelativeFlow(**(QUICK | {"max_epochs": 50})).fit_features(z, y)
+        detector = RelativeFlow(**(QUICK | PAPER | {"max_epochs": 50})).fit_features(z, y)
     assert detector.interrupted
     scores = detector.predict_features(x)
     assert bool(scores.isfinite().all())
     report = detector.training_report()
     assert report[-1]["epoch"] == 0
     if when == 1:
-        start = RelativeFlow(**(QUICK | {"max_epochs": 0})).fit_features(z, y)
+        start = RelativeFlow(**(QUICK | PAPER | {"max_epochs": 0})).fit_features(z, y)
         assert torch.equal(scores, start.predict_features(x))
     assert not detector.fit_features(z, y).interrupted
 
@@ -487,6 +590,8 @@ def test_an_interrupt_leaves_a_detector_that_scores(when, blobs, monkeypatch):
         {"seed": -1},
         {"shrinkage": 2.0},
         {"shrinkage": "ledoit"},
+        {"space": "logits"},
+        {"background": "none"},
     ],
     ids=str,
 )

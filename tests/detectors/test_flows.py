@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 from copy import deepcopy
 from dataclasses import replace
 
@@ -164,6 +165,7 @@ def test_a_trained_density_integrates_to_one(kind, transforms):
     assert float(mass) > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "kind", "gain"), [(banana, "maf", 0.5), (moons, "rqs", 0.2)])
 def test_held_out_nats_beat_the_gaussian_on_curved_data(data, kind, gain):
     spec = FlowSpec(2, 32, kind=kind)
@@ -524,8 +526,9 @@ def test_an_interrupt_while_the_best_is_stored_does_not_mix_epochs(monkeypatch):
         assert torch.equal(value, expected.params[name])
 
 
-def test_the_bar_shows_the_epoch_and_both_losses(capsys):
+def test_the_bar_shows_the_epoch_and_both_losses(capsys, monkeypatch):
     x, y = unequal_classes()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     train_flows(FlowSpec(4, 12), x, y, 5, TrainingOptions(max_epochs=2, progress=True), title="class flows")
     shown = capsys.readouterr().err
     for part in ("class flows", "epoch=2", "flows=5", "train=", "val="):

@@ -1,6 +1,7 @@
 """The Gaussian detectors against the textbook, against the framework and against what the maths promises."""
 
 import io
+import sys
 
 import numpy as np
 import oracle
@@ -371,11 +372,14 @@ def test_the_mode_is_given_back_when_the_fit_fails():
     assert encoder.training
 
 
-def test_progress_bar_is_an_option(capsys):
+def test_progress_bar_is_an_option_on_a_terminal(capsys, monkeypatch):
     z, y, _ = make_blobs(dtype=torch.float32)
     loader = DataLoader(TensorDataset(z, y), batch_size=64)
     RMD(nn.Identity()).fit(loader)
     assert capsys.readouterr().err == ""
+    RMD(nn.Identity()).fit(loader, progress=True)
+    assert capsys.readouterr().err == ""  # a log would be filled with bars
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     RMD(nn.Identity()).fit(loader, progress=True)
     assert "fit RMD" in capsys.readouterr().err
 

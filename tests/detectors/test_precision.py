@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import make_blobs
 
-from rmd_plugin import RMD, FlowLikelihood, Mahalanobis, MarginalMahalanobis, PartialMahalanobis, RelativeFlow
+from rmd_plugin import RMD, FlowLikelihood, FusedRMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis, RelativeFlow
 from rmd_plugin.detectors.mahalanobis import GaussianDetector
 
 ORACLES = {RMD: oracle.rmd, Mahalanobis: oracle.mahalanobis, MarginalMahalanobis: oracle.marginal}
@@ -17,6 +17,8 @@ GAUSSIAN = {
     "mahalanobis": Mahalanobis,
     "marginal": MarginalMahalanobis,
     "partial": lambda: PartialMahalanobis(components=3),
+    "fused": FusedRMD,
+    "fused with a head": lambda: FusedRMD(w=torch.linspace(-1, 1, 60).view(5, 12)),
 }
 FLOWS = {
     "flow": lambda: FlowLikelihood(max_epochs=2, progress=False),
@@ -125,3 +127,27 @@ def test_features_whose_squares_overflow_are_refused():
     z, y, _ = make_blobs()
     with pytest.raises(ValueError, match="overflow float64"):
         RMD().fit_features(z * 1e200, y)
+
+
+@pytest.mark.parametrize("detector", [RMD, Mahalanobis])
+def test_classes_that_lie_far_apart_are_scored_in_float32(detector):
+    """As in collapsed networks: the between-class variance is a thousand times that within."""
+    generator = torch.Generator().manual_seed(0)
+    # nine directions share the variance of forty features
+    centres = (1000 * 9 / 40) ** 0.5 * torch.randn(10, 40, generator=generator, dtype=torch.float64)
+    y = torch.arange(2000) % 10
+    z = torch.randn(2000, 40, generator=generator, dtype=torch.float64) + centres[y]
+    x = torch.randn(500, 40, generator=generator, dtype=torch.float64) + centres[torch.arange(500) % 10]
+    fitted = detector().fit_features(z.float(), y)
+    assert fitted.to_module().shift.dtype == torch.float32
+    x = x.float()
+    exact = oracle.rmd if detector is RMD else oracle.mahalanobis
+    expected = torch.as_tensor(exact(z.float(), y, x))
+    error = (fitted.predict_features(x).double() - expected).abs().max()
+    assert error < 5e-5 * expected.std()
+    # the scores of all classes have no such form: they are computed in float64
+    classes = fitted.class_scores(x)
+    assert (classes.amin(1).double() - expected).abs().max() < 5e-5 * expected.std()
+    assert torch.equal(classes.argmin(1), torch.arange(500) % 10)
+    terms = fitted.contributions(x).double().sum(1)
+    assert (terms - expected).abs().max() < 5e-5 * expected.std()

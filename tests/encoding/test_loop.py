@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -65,7 +67,10 @@ def test_what_is_no_pair_is_refused(net):
         list(encode_batches(PairEncoder(net), [[torch.zeros(2, 4)]]))
 
 
-def test_a_bar_shows_its_title(net, capsys):
+def test_a_bar_shows_its_title_on_a_terminal(net, capsys, monkeypatch):
+    list(encode_batches(PairEncoder(net), BATCHES, title="encode train"))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     list(encode_batches(PairEncoder(net), BATCHES, title="encode train"))
     assert "encode train" in capsys.readouterr().err
     list(encode_batches(PairEncoder(net), BATCHES))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import make_blobs
 
-from rmd_plugin import RMD, FlowLikelihood, Mahalanobis, MarginalMahalanobis, PartialMahalanobis, RelativeFlow
+from rmd_plugin import RMD, FlowLikelihood, FusedRMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis, RelativeFlow
 from rmd_plugin.compare.cache import FeatureCache
 from rmd_plugin.detectors.files import DetectorFileError
 
@@ -18,9 +18,10 @@ FAMILIES = {
     "mahalanobis": Mahalanobis,
     "marginal": MarginalMahalanobis,
     "partial": lambda: PartialMahalanobis(components=2),
+    "fused": lambda: FusedRMD(w=torch.ones(3, 4)),
     "likelihood": lambda: FlowLikelihood(**QUICK),
-    "relative": lambda: RelativeFlow(**QUICK),
-    "conditional": lambda: RelativeFlow(sharing="conditional", **QUICK),
+    "relative": lambda: RelativeFlow(space="features", background="flow", sharing="per_class", **QUICK),
+    "conditional": lambda: RelativeFlow(**QUICK),
 }
 #: as save writes them, and as it wrote them before
 WRITERS = {

@@ -19,7 +19,7 @@ KEY, OTHER = "ab" * 32, "cd" * 32
 
 def fitted(width, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return Mahalanobis().fit_features(torch.randn(4 * width, width, generator=generator), torch.arange(4 * width) % 3)
+    return Mahalanobis().fit_features(torch.randn(5 * width, width, generator=generator), torch.arange(5 * width) % 3)
 
 
 @pytest.fixture

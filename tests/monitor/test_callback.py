@@ -41,6 +41,7 @@ def test_the_metrics_are_those_of_the_textbook_on_the_networks_features(tmp_path
     assert torch.equal(rmd.predict_features(z_ood), monitor.detectors["rmd"].predict_features(z_ood))
 
 
+@pytest.mark.slow
 def test_every_detector_of_the_framework_gets_what_it_would_get_without_lightning():
     framework = {
         "msp": MaxSoftmax(None),
@@ -314,7 +315,7 @@ def test_a_limited_fit_is_spread_over_a_set_that_is_sorted_by_class(monkeypatch)
     by_class = TRAIN[0][order], TRAIN[1][order]
     for limit, count in ((2, 20), (0.5, 50)):
         seen = spy_moments(monkeypatch)
-        monitor = OODMonitor({"rmd": RMD()}, ood={"svhn": loader(OOD)}, limit_fit_batches=limit)
+        monitor = OODMonitor({"rmd": RMD(shrinkage="auto")}, ood={"svhn": loader(OOD)}, limit_fit_batches=limit)
         fit(monitor, train=loader(by_class, 10))
         labels = torch.cat(seen)
         assert len(labels) == count
@@ -325,14 +326,14 @@ def test_the_fit_set_is_the_part_of_the_dataset_that_is_trained_on(monkeypatch):
     seen = spy_moments(monkeypatch)
     part = torch.arange(30)
     train = loader(TRAIN, sampler=SubsetRandomSampler(part))
-    fit(OODMonitor({"rmd": RMD()}, ood={"svhn": loader(OOD)}), train=train)
+    fit(OODMonitor({"rmd": RMD(shrinkage="auto")}, ood={"svhn": loader(OOD)}), train=train)
     assert torch.equal(torch.cat(seen), TRAIN[1][part])
 
 
 def test_a_loader_of_the_users_is_fitted_on_instead(monkeypatch):
     for chosen in (loader(VAL, 5, shuffle=True), [VAL], loader(VAL, batch_size=len(VAL[1]))):
         seen = spy_moments(monkeypatch)
-        monitor = OODMonitor({"rmd": RMD()}, ood={"svhn": loader(OOD)}, fit_loader=chosen)
+        monitor = OODMonitor({"rmd": RMD(shrinkage="auto")}, ood={"svhn": loader(OOD)}, fit_loader=chosen)
         fit(monitor)
         assert torch.equal(torch.cat(seen), VAL[1])
 
@@ -414,6 +415,7 @@ def test_a_set_dataloader_that_does_not_exist_is_refused():
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_figures_go_to_the_folder_and_to_loggers_that_take_images(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     logger = TensorBoardLogger(tmp_path / "logs", name="", version="")

@@ -75,6 +75,7 @@ def check(way, options, tolerance=1e-12, **others):
     return monitor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [WAYS[0], *(pytest.param(way, marks=slow) for way in WAYS[1:])])
 def test_a_network_that_was_compiled_and_trained_before_is_monitored_like_any_other(way):
     monitor = check(way, {"head": "model.fc"})

@@ -50,6 +50,21 @@ def test_the_checkpoint_decides_as_the_validation_scores_do(run):
         assert logged(monitor, "FPR@alpha", "svhn")[name] == pytest.approx(accepted, abs=1.5 / len(OOD[0]))
 
 
+def test_the_checkpoint_decides_as_what_is_fitted_and_calibrated_by_hand(run):
+    path, _, module = run
+    train, val, x = (features_of(module, part[0]) for part in (TRAIN, VAL, OOD))
+    by_hand = {
+        "rmd": Calibrated(RMD(), 0.1).fit_features(train, TRAIN[1]).calibrate_features(val),
+        "knn": Calibrated(KNN(None, k=3), 0.1).fit_features(train, TRAIN[1]).calibrate_features(val),
+    }
+    detectors = OODMonitor.load_detectors(path, module=module)
+    for name, expected in by_hand.items():
+        assert torch.equal(detectors[name].is_ood(OOD[0]), expected.is_ood_features(x))
+        assert torch.equal(detectors[name].p_value(OOD[0]), expected.p_value_features(x))
+    energy = Calibrated(EnergyBased(None), 0.1).calibrate_logits(module.model.fc(val).detach())
+    assert torch.equal(detectors["energy"].is_ood(OOD[0]), energy.is_ood_logits(module.model.fc(x).detach()))
+
+
 def test_without_the_module_features_and_logits_are_decided(run):
     path, _, module = run
     detectors = OODMonitor.load_detectors(path)
@@ -102,3 +117,31 @@ def test_the_names_are_those_of_the_commands():
     assert set(logged(monitor, "AUROC", "svhn")) == {"rmd", "knn", "mahalanobis", "msp"}
     with pytest.raises(ValueError, match=r"there is no detector 'kn'\. Did you mean knn"):
         OODMonitor(["kn"])
+    with pytest.raises(ValueError, match=r"'gaussian' stands for \d detectors: .*Give it in a list"):
+        OODMonitor({"mine": "gaussian"})
+    with pytest.raises(TypeError, match=r"a list is for names, such as \['rmd', 'knn'\]"):
+        OODMonitor([KNN])
+
+
+def test_the_knn_of_the_framework_needs_no_encoder_here():
+    forms = {"class": KNN, "partial": partial(KNN, k=10), "given": KNN(None), "name": "knn"}
+    monitor = OODMonitor(forms, head="model.fc", ood={"svhn": loader(OOD)})
+    _, module = fit(monitor)
+    assert set(logged(monitor, "threshold")) == set(forms)
+    z = features_of(module, VAL[0])
+    by_hand = KNN(None).fit_features(features_of(module, TRAIN[0]), TRAIN[1]).predict_features(z)
+    for name in ("class", "given"):
+        torch.testing.assert_close(monitor.detectors[name].predict_features(z), by_hand, rtol=1e-4, atol=1e-5)
+
+
+def test_a_class_that_needs_more_is_explained():
+    class Own(KNN):
+        def __init__(self, encoder, bank):
+            super().__init__(encoder, k=bank)
+
+    reason = r"'own' cannot be monitored .* it needs bank, .* functools.partial\(Own, name=value\)"
+    with pytest.raises(ValueError, match=reason):
+        fit(OODMonitor({"own": Own}, head="model.fc", ood={"svhn": loader(OOD)}))
+    fit(OODMonitor({"own": partial(Own, bank=3)}, head="model.fc", ood={"svhn": loader(OOD)}))
+    with pytest.raises(TypeError, match=r"'own' must be a pytorch_ood Detector, .* got Linear"):
+        OODMonitor({"own": torch.nn.Linear})

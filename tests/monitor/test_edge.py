@@ -1,6 +1,7 @@
 """Unusual runs: sanity check, limits, several validations, none at all, and failures."""
 
 import signal
+import warnings
 from contextlib import nullcontext
 
 import callback_kit as kit
@@ -12,7 +13,7 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_ood.detector import KNN, MaxSoftmax
 from torch.utils.data import Dataset
 
-from rmd_plugin import RMD, Mahalanobis
+from rmd_plugin import RMD, Mahalanobis, NumericalWarning
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.callback import OODMonitor, OODMonitorWarning
 from rmd_plugin.monitor.sharding import shard
@@ -152,9 +153,9 @@ def test_without_validation_the_detectors_are_fitted_and_saved_and_one_warning_s
 def test_a_training_that_ends_before_its_validation_is_fitted_to_its_final_weights(tmp_path, refit):
     monitor, checkpoint = monitored(refit=refit), ModelCheckpoint(tmp_path, filename="end", save_last=True)
     with pytest.warns(OODMonitorWarning, match="ended before the detectors were due to be scored") as caught:
-        run, module = fit(monitor, checkpoint, max_steps=4, max_epochs=-1)
+        run, module = fit(monitor, checkpoint, max_steps=5, max_epochs=-1)
     assert len(told(caught)) == 1
-    assert [(row["step"], row["metric"]) for row in monitor.history] == [(4, "fit_seconds")]
+    assert [(row["step"], row["metric"]) for row in monitor.history] == [(5, "fit_seconds")]
     run.save_checkpoint(tmp_path / "mine.ckpt")
     z = features_of(module, OOD[0])
     for name in ("end", "last", "mine"):
@@ -165,6 +166,7 @@ def test_a_training_that_ends_before_its_validation_is_fitted_to_its_final_weigh
         torch.testing.assert_close(monitor.detectors["rmd"].predict_features(z), expected)
 
 
+@pytest.mark.slow
 def test_the_last_weights_are_fitted_to_whenever_the_training_ends():
     class Stop(Callback):
         def on_train_batch_end(self, trainer, *rest):
@@ -363,6 +365,7 @@ def test_an_empty_set_is_nan():
     assert values(monitor)["rmd", "svhn"] > 0.5
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_monitors_a_failed_metric_is_written_all_the_same(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path, monitor="ood/rmd/svhn/AUROC", mode="max")
     with pytest.warns(OODMonitorWarning):
@@ -413,3 +416,20 @@ def test_a_head_with_too_few_outputs_for_the_classes_is_refused(refit):
     fit(monitor, module=TwoHeads())
     assert monitor.head == "model.fc"
     assert values(monitor)["rmd", "svhn"] > 0.5
+
+
+@pytest.mark.parametrize("refit", ["pass", "stream"])
+def test_few_samples_for_the_features_are_told_once_in_many_epochs(refit):
+    few, seen = loader(first(TRAIN, 70)), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("default", NumericalWarning)
+        warnings.showwarning = lambda message, category, *place: seen.append(str(message))
+        monitor = OODMonitor({"rmd": RMD(), "md": Mahalanobis()}, ood={"svhn": loader(OOD)}, refit=refit)
+        fit(monitor, train=few, max_epochs=2)
+        assert len(seen) == 1
+        assert seen[0].startswith("70 samples are few for the covariance of 16 features")
+        auto = OODMonitor({"rmd": RMD(shrinkage="auto")}, ood={"svhn": loader(OOD)}, refit=refit)
+        fit(auto, train=few)
+    assert len(seen) == 1
+    assert auto.detectors["rmd"].intensity > 0

@@ -376,6 +376,7 @@ def test_compressed_files_are_refused_since_they_may_grow_without_end(tmp_path):
         Checkpoint(tmp_path / "a.ckpt")
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_fuzzed_pickles_are_read_or_refused(tmp_path, data):

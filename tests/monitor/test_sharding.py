@@ -115,7 +115,7 @@ def test_a_limited_fit_finds_ood_data_as_the_whole_one_does(order, options):
     assert torch.equal(y[rows], ORDERS[order])
     given = {"limit_fit_batches": options.pop("limit_fit_batches")} if "limit_fit_batches" in options else {}
     limited, whole = (
-        OODMonitor({"rmd": RMD()}, head="model.fc", ood={"far": loader(OTHER)}, prefix=prefix, **limits)
+        OODMonitor({"rmd": RMD(shrinkage="auto")}, head="model.fc", ood={"far": loader(OTHER)}, prefix=prefix, **limits)
         for prefix, limits in (("limited", given), ("whole", {"limit_fit_batches": 1.0}))
     )
     fit(limited, whole, train=loader((x[rows], y[rows]), 32), val=loader(samples(32, 1, shift=-3.0)), **options)

@@ -7,19 +7,21 @@ import torch
 from callback_kit import OOD, OTHER, TRAIN, VAL, Classifier, features_of, fit, loader, told, trainer, values
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_ood.detector import (
+    ASH,
     KNN,
     SHE,
     EnergyBased,
     KLMatching,
     MahalanobisODIN,
     MaxSoftmax,
+    ReAct,
     TemperatureScaling,
     ViM,
 )
 from pytorch_ood.detector import Mahalanobis as FrameworkMahalanobis
 
 from rmd_plugin import RMD, Mahalanobis, PartialMahalanobis
-from rmd_plugin.detectors.snapshot import NotKeptError, build_detector, restore_snapshot, take_snapshot
+from rmd_plugin.detectors.snapshot import NotKeptError, build_detector, give_encoder, restore_snapshot, take_snapshot
 from rmd_plugin.monitor.callback import OODMonitor, OODMonitorWarning
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
@@ -85,6 +87,7 @@ def test_of_two_monitors_one_has_to_be_chosen(tmp_path):
     assert list(OODMonitor.load_detectors(tmp_path / "last.ckpt", prefix="ood")) == ["rmd", "md"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"refit": "stream"}, {"every_n_epochs": 2}])
 def test_a_resumed_training_goes_on_as_if_it_had_never_stopped(tmp_path, options):
     def run(monitor, epochs, folder, **kwargs):
@@ -246,11 +249,23 @@ def test_a_state_of_another_format_is_refused():
 
 # -- snapshots of the framework's detectors ---------------------------------------------------------------------------
 
-NET = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4)).requires_grad_(False)
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    NET = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4)).requires_grad_(False)
 
 
 def encode(x):
     return NET[:2](x)
+
+
+def fitted_she():
+    """SHE keeps samples that are classified right, of every class."""
+    z = encode(TRAIN[0])
+    classes, y = NET[2](z).argmax(1).unique(return_inverse=True)
+    head = torch.nn.Linear(6, len(classes)).requires_grad_(False)
+    head.weight.copy_(NET[2].weight[classes])
+    head.bias.copy_(NET[2].bias[classes])
+    return SHE(encode, head).fit_features(z, y)
 
 
 def fitted_detectors():
@@ -262,14 +277,16 @@ def fitted_detectors():
             ViM(encode, 2, NET[2].weight, NET[2].bias).fit_features(z, y),
             ViM(encode, 2, NET[2].weight * 0, NET[2].bias),
         ),
-        "she": (SHE(encode, lambda z: torch.nn.functional.one_hot(y, 4).float()).fit_features(z, y), None),
+        "she": (fitted_she(), None),
+        "react": (ReAct(encode, NET[2], threshold=0.3), ReAct(encode, NET[2])),
+        "ash": (ASH(encode, torch.nn.Sequential(torch.nn.Flatten(1), NET[2]), percentile=0.5), None),
         "ts": (TemperatureScaling(NET).fit_logits(NET(TRAIN[0]), y), TemperatureScaling(NET)),
         "energy": (EnergyBased(NET, t=3.0), EnergyBased(NET)),
         "odin": (MahalanobisODIN(encode, eps=0.1).fit_features(z, y), MahalanobisODIN(encode)),
     }
 
 
-@pytest.mark.parametrize("name", ["md", "klm", "vim", "she", "ts", "energy", "odin"])
+@pytest.mark.parametrize("name", ["md", "klm", "vim", "she", "react", "ash", "ts", "energy", "odin"])
 def test_detectors_of_the_framework_are_saved_by_their_attributes(name, tmp_path):
     detector, fresh = fitted_detectors()[name]
     torch.save(take_snapshot(detector), tmp_path / "snapshot.pt")
@@ -281,8 +298,48 @@ def test_detectors_of_the_framework_are_saved_by_their_attributes(name, tmp_path
         assert torch.equal(fresh.predict(OOD[0]), detector.predict(OOD[0]))
     if hasattr(detector, "predict_logits"):
         assert torch.equal(built.predict_logits(NET(OOD[0])), detector.predict_logits(NET(OOD[0])))
-    elif name in ("md", "vim"):
+    elif name in ("md", "vim", "she"):
         assert torch.equal(built.predict_features(encode(OOD[0])), detector.predict_features(encode(OOD[0])))
+    elif name == "ash":
+        maps = encode(OOD[0]).abs()[:, :, None, None]  # it divides by the sum of activations
+        assert torch.equal(built.predict_feature_maps(maps), detector.predict_feature_maps(maps))
+    if name not in ("klm", "ts", "energy"):
+        give_encoder(built, encode)
+        if name != "ash":
+            assert torch.equal(built.predict(OOD[0]), detector.predict(OOD[0]))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "os:system",
+        "pytorch_ood.detector.energy:torch.save",
+        "torch.nn.functional:handle_torch_function.__globals__",
+        "x",
+    ],
+)
+def test_a_file_does_not_choose_what_is_run(function):
+    snapshot = take_snapshot(ReAct(encode, NET[2]))
+    assert snapshot["attributes"]["detector"] == {"__function__": "pytorch_ood.detector.energy:EnergyBased.score"}
+    snapshot["attributes"]["detector"] = {"__function__": function}
+    with pytest.raises(ValueError, match="is no function of a detector"):
+        build_detector(snapshot)
+
+
+def test_a_head_of_the_wrong_shape_is_refused():
+    snapshot = take_snapshot(SHE(encode, NET[2]))
+    snapshot["attributes"]["head"]["__linear__"]["bias"] = torch.zeros(5)
+    with pytest.raises(ValueError, match="damaged"):
+        build_detector(snapshot)
+
+
+def test_a_live_head_stays_and_one_that_cannot_be_kept_is_named(tmp_path):
+    head = torch.nn.Linear(6, 4)
+    live = SHE(encode, head)
+    restore_snapshot(live, take_snapshot(fitted_she()))
+    assert live.head is head
+    with pytest.raises(NotKeptError, match="SHE holds what only an instance knows: head"):
+        build_detector(take_snapshot(SHE(encode, lambda z: z)))
 
 
 def test_a_detector_that_keeps_other_things_is_not_saved():

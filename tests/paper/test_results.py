@@ -12,7 +12,7 @@ from rmd_plugin.paper import flows, partial, robustness, simulation, spectrum, t
 from rmd_plugin.paper.document import StudySummary, comparison_table, reproduction_document, write_document
 from rmd_plugin.paper.figures import make_figures
 from rmd_plugin.paper.published import CIFAR10, CIFAR100, GENOMICS, TABLES, TEXT
-from rmd_plugin.paper.result import FinishedRun, PaperNumber
+from rmd_plugin.paper.result import FeatureSet, FinishedRun, PaperNumber
 from rmd_plugin.paper.studies import SimulationOptions
 from rmd_plugin.report.style import save_figure
 from rmd_plugin.report.table import to_markdown
@@ -106,6 +106,21 @@ def test_untrained_flows_give_the_gaussian_ranking():
     found = {row.detector: row.value for row in result.rows}
     assert found["flow_likelihood"] == pytest.approx(found["mahalanobis"], abs=2e-3)
     assert found["relative_flow"] == pytest.approx(found["rmd"], abs=2e-3)
+
+
+def test_the_flows_are_those_of_the_paper_whatever_the_defaults(monkeypatch):
+    """A flow for each class, one for the background, in all 12 directions."""
+    reports, rate = {}, FeatureSet.rate
+
+    def watch(features, detector):
+        if hasattr(detector, "training_report"):
+            report = [row["flow"] for row in detector.training_report()]
+            reports[type(detector).__name__] = report, detector.coordinates(features.test).shape[1]
+        return rate(features, detector)
+
+    monkeypatch.setattr(FeatureSet, "rate", watch)
+    flows.run([make_features()], {"max_epochs": 0})
+    assert reports == {"FlowLikelihood": ([0, 1, 2, 3], 12), "RelativeFlow": ([0, 1, 2, 3, "background"], 12)}
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------

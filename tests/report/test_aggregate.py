@@ -17,7 +17,7 @@ from rmd_plugin.app.hydra_callbacks import ReportCallback
 from rmd_plugin.compare.rows import Row
 from rmd_plugin.report.aggregate import FAR, NEAR, Group, estimate, paired_difference, ranks, summarise
 from rmd_plugin.report.document import render
-from rmd_plugin.report.figures import difference_figure
+from rmd_plugin.report.figures import cost_figure, difference_figure
 from rmd_plugin.report.gather import Run, gather_runs, read_run
 from rmd_plugin.report.run_folder import RunFolder
 from rmd_plugin.report.summary import overall_tables, runs_table, summary_tables, terminal_tables, write_summary
@@ -309,9 +309,9 @@ def test_many_benchmarks_are_split_to_fit(tmp_path):
         write_run(tmp_path / str(number), {"rmd": 0.9, "knn": 0.8}, benchmark=f"benchmark{number}")
     summary = summarise(gather_runs([tmp_path]))
     widths = [len(table.columns) for table in overall_tables(summary)]
-    assert widths == [7, 3, 3]  # detector and groups; detector, rank and difference
+    assert widths == [7, 3, 4]  # detector and groups; detector, rank, mean and difference
     assert len(terminal_tables(summary, 60)) > len(terminal_tables(summary, 200))
-    assert overall_tables(summary)[-1].rows[1][2].detail.startswith("[")  # eight benchmarks with one seed: an interval
+    assert overall_tables(summary)[-1].rows[1][3].detail.startswith("[")  # eight benchmarks with one seed: an interval
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -420,3 +420,28 @@ def test_trouble_with_the_report_never_fails_the_sweep(sweep, monkeypatch, caplo
         callback.on_multirun_end(config)
     (record,) = caplog.records
     assert "disk full" in record.getMessage()
+
+
+@pytest.mark.slow
+def test_cost_is_the_geometric_mean_of_the_times_beside_the_references(tmp_path):
+    times = {"a": {"rmd": 1.0, "msp": 0.5, "knn": 40.0}, "b": {"rmd": 2.0, "msp": 4.0, "knn": 20.0}}
+    values = {"a": {"rmd": 0.9, "msp": 0.7, "knn": 0.8}, "b": {"rmd": 0.8, "msp": 0.6, "knn": 0.9}}
+    for benchmark, found in times.items():
+        folder = write_run(tmp_path / benchmark, values[benchmark], benchmark=benchmark)
+        scored = [Row(benchmark, "", "mlp", name, 0, "score_seconds", value) for name, value in found.items()]
+        folder.write_rows([*folder.read_rows(), *scored])
+    summary = summarise(gather_runs([tmp_path]))
+    assert summary.relative_cost("msp") == pytest.approx(1.0)
+    assert summary.relative_cost("knn") == pytest.approx(math.sqrt(40 * 10))
+    assert summary.mean_number("knn") == pytest.approx(0.85)
+    axes = cost_figure(summary).axes[0]
+    points = {tuple(line.get_xydata()[0]) for line in axes.lines if line.get_marker() == "o"}
+    assert {(round(x, 6), round(y, 6)) for x, y in points} == {(1.0, 85.0), (1.0, 65.0), (20.0, 85.0)}
+    assert {text.get_text() for text in axes.texts} == {"RMD", "MSP", "KNN"}
+    [table] = overall_tables(summary)
+    assert [cells[-2].text for cells in table.rows][:1] == ["85.00"]
+    assert (write_summary(summary, tmp_path / "out")[-2]).name == "summary_cost.png"
+
+
+def test_there_is_no_picture_of_costs_without_times(sweep):
+    assert cost_figure(summarise(gather_runs([sweep[0]]))) is None

@@ -12,6 +12,7 @@ from pytorch_ood.metrics import functional as metrics
 from rmd_plugin.compare.rows import Row
 from rmd_plugin.report.figures import (
     auroc_figure,
+    calibration_figure,
     choose_detectors,
     histogram_figure,
     roc_figure,
@@ -101,6 +102,7 @@ def test_histograms_count_every_score_and_name_every_set(scores, rows):
     assert all(patch.get_data().values.sum() == pytest.approx(1) for patch in axes.patches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_names_in_a_histogram_lie_on_no_curve_and_on_no_other_name(seed):
     rng = np.random.default_rng(seed)
@@ -225,3 +227,41 @@ def test_an_archive_of_other_arrays_or_objects_is_refused(tmp_path):
     for name, complaint in (("other", "array 'features'"), ("object", "unpickled")):
         with pytest.raises(ValueError, match=complaint):
             read_scores(tmp_path / f"{name}.npz")
+
+
+def test_the_threshold_stands_in_the_histogram(scores, rows):
+    level = [*rows, Row("d", "", "b", "rmd", 0, "false_alarms@0.05", 0.04)]
+    marked = [*level, Row("d", "", "b", "rmd", 0, "threshold@0.05", 1.64)]
+    axes = histogram_figure(scores, marked, detectors=["rmd"]).axes[0]
+    assert any(list(line.get_xdata()) == [1.64, 1.64] for line in axes.lines)
+    assert axes.get_xlabel().endswith("dashed: 5 % false alarms")
+    beyond = [*level, Row("d", "", "b", "rmd", 0, "threshold@0.05", 1e9)]
+    assert "dashed" not in histogram_figure(scores, beyond, detectors=["rmd"]).axes[0].get_xlabel()
+
+
+def test_calibration_shows_the_share_of_the_test_set_that_is_flagged(scores, rows):
+    held_out = {"val": np.random.default_rng(1).normal(size=99)}
+    both = {name: {**sets, **held_out} for name, sets in scores.items()}
+    axes = calibration_figure(both, rows, detectors=["rmd", "knn"]).axes[0]
+    line = next(line for line in axes.lines if line.get_color() == colour("rmd"))
+    asked, found = line.get_data()
+    at = np.flatnonzero(np.isclose(asked, 10.0))[0]
+    # p <= 10 % where at most 9 of the 99 reach the score, the test sample being the tenth of a hundred
+    threshold = np.sort(held_out["val"])[-10]
+    assert found[at] == pytest.approx(100 * np.mean(scores["rmd"]["test"] > threshold))
+    assert calibration_figure(scores, rows) is None
+
+
+@pytest.mark.slow
+def test_the_band_holds_what_exchangeable_data_give():
+    rng = np.random.default_rng(0)
+    inside = []
+    for _ in range(40):
+        drawn = {"rmd": {"test": rng.normal(size=200), "val": rng.normal(size=200)}}
+        axes = calibration_figure(drawn, detectors=["rmd"]).axes[0]
+        asked, found = next(line for line in axes.lines if line.get_color() == colour("rmd")).get_data()
+        # the edge of the band, down one side and up the other
+        corners = axes.collections[0].get_paths()[0].vertices
+        edges = corners[np.isclose(corners[:, 0], 10.0), 1]
+        inside.append(edges.min() <= found[np.isclose(asked, 10.0)][0] <= edges.max())
+    assert sum(inside) >= 34  # of 40 at 95 %: fewer than one in 1,000 times

@@ -29,9 +29,10 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 def fitted():
     """Contributions and scores of real detectors, and the AUROC of the framework."""
     z, y, mixed = make_blobs()
-    sets = {"test": mixed[:40], "blobs": mixed[40:], "noise": 3 * mixed[40:] + 5}
+    sets = {"test": mixed[:40], "blobs": mixed[40:], "noise": 3 * mixed[40:] + 5, "val": mixed[:40] + 0.01}
     detectors = {"rmd": RMD().fit_features(z, y), "mahalanobis": Mahalanobis().fit_features(z, y)}
     scores = {n: {s: d.predict_features(x).numpy() for s, x in sets.items()} for n, d in detectors.items()}
+    sets.pop("val")
     terms = {n: {s: d.contributions(x).numpy() for s, x in sets.items()} for n, d in detectors.items()}
     return scores, terms
 
@@ -58,7 +59,10 @@ def make_run(path, name="digits"):
             for ood, distance in SETS.items():
                 value = auroc(mine["test"], mine[ood])
                 rows.append(Row(name, ood, "mlp", detector, 0, "AUROC", value, distance=distance, low=0.5, high=1.0))
+                rows.append(Row(name, ood, "mlp", detector, 0, "detected@0.05", 0.5, distance=distance))
                 history += [seen(detector, ood, epoch, value - 0.1 / (epoch + 1)) for epoch in range(3)]
+            rows.append(Row(name, "", "mlp", detector, 0, "false_alarms@0.05", 0.0321, low=0.01, high=0.06))
+            rows.append(Row(name, "", "mlp", detector, 0, "threshold@0.05", 1.0))
         folder.write_rows(rows)
         folder.write_history(history)
         folder.write_scores(scores)
@@ -83,16 +87,25 @@ def test_the_page_shows_every_part_of_the_run(page):
     text = html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.S))
     assert "digits, mlp" in text
     assert "97.31 %" in text
-    for heading in ("Detectors", "Over training", "Scores", "Where the difference lies", "How it was made"):
+    for heading in (
+        "Detectors",
+        "Decisions",
+        "Over training",
+        "Scores",
+        "Where the difference lies",
+        "How it was made",
+    ):
         assert f"<h2>{heading}</h2>" in page
     assert "rmd-train benchmark=digits aaa" in text
     assert torch.__version__.split("+")[0] in text
     assert re.search(r"<details><summary>The whole config</summary><pre>.*seed: 0", page, re.S)
-    # 2 sets over training, 2 histograms, 2 contributions, 2 partial sums
-    assert page.count("<img ") == 8
-    assert page.count('alt="') == 8
+    assert "3.21" in text
+    # calibration, 2 sets over training, 2 histograms, 2 contributions, 2 partial sums
+    assert page.count("<img ") == 9
+    assert page.count('alt="') == 9
 
 
+@pytest.mark.slow
 def test_the_best_detector_of_each_column_is_bold(page):
     scores, _ = fitted()
     for ood in SETS:
@@ -258,6 +271,7 @@ def browse(tmp_path, *options):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_the_page_fits_every_screen_in_a_real_browser(run, tmp_path):
     widths = (1280, 768, 390, 320)
@@ -281,7 +295,7 @@ def test_the_page_fits_every_screen_in_a_real_browser(run, tmp_path):
         assert frame["inner"] == width
         assert frame["content"] <= width, f"the page is {frame['content']} wide on a screen of {width}"
         assert frame["widest"] <= width
-        assert frame["drawn"] == frame["images"] == 8
+        assert frame["drawn"] == frame["images"] == 9
 
 
 @pytest.mark.slow

@@ -11,7 +11,15 @@ from rich.console import Console
 
 from rmd_plugin.compare.rows import Row
 from rmd_plugin.report.table import Cell, Column, Table, to_html, to_latex, to_markdown, to_terminal
-from rmd_plugin.report.tables import comparison_tables, interval, near_far_means, percent, ranking, seconds
+from rmd_plugin.report.tables import (
+    comparison_tables,
+    decision_tables,
+    interval,
+    near_far_means,
+    percent,
+    ranking,
+    seconds,
+)
 
 
 def auroc(detector, ood, value, distance="near", **more):
@@ -199,3 +207,35 @@ def test_numbers_are_written_as_readers_expect():
     assert [percent(value) for value in (1.0, 0.97216, math.nan)] == ["100.00", "97.22", ""]
     assert [seconds(value) for value in (0.0, 0.004, 9.994, 10.0, 123.4)] == ["0.00", "0.00", "9.99", "10.0", "123"]
     assert interval(auroc("a", "x", 0.5)) == ""
+
+
+DECISIONS = [
+    Row("digits", "", "mlp", "rmd", 0, "threshold@0.05", 12.3456),
+    Row("digits", "", "mlp", "rmd", 0, "false_alarms@0.05", 0.06, low=0.04, high=0.09),
+    Row("digits", "six", "mlp", "rmd", 0, "detected@0.05", 0.75, distance="near", low=0.7, high=0.8),
+    Row("digits", "six", "mlp", "msp", 0, "detected@0.05", 0.5, distance="near", low=0.4, high=0.6),
+    Row("digits", "", "mlp", "msp", 0, "threshold@0.05", -0.5),
+    Row("digits", "", "mlp", "msp", 0, "false_alarms@0.05", 0.05, low=0.03, high=0.08, reason="it has seen them"),
+    Row("digits", "", "mlp", "vim", 0, "false_alarms@0.05", math.nan).failed("no decisions: NaN", "skipped"),
+]
+
+
+def test_decisions_stand_in_a_table_of_their_own():
+    [table] = decision_tables([*ROWS, *DECISIONS])
+    assert "at most 5 % false alarms" in table.title
+    assert [cell.text for cell in column(table, "Detector")] == ["RMD", "MSP"]
+    assert [(cell.text, cell.detail) for cell in column(table, "False alarms")] == [
+        ("6.00", "[4.0–9.0]"),
+        ("5.00", "[3.0–8.0]"),
+    ]
+    assert [(cell.text, cell.bold) for cell in column(table, "six")] == [("75.00", True), ("50.00", False)]
+    assert [cell.text for cell in column(table, "noise")] == ["–", "–"]
+    assert [cell.text for cell in column(table, "threshold")] == ["12.35", "-0.5"]
+    assert table.notes == ["Remark: MSP (it has seen them).", "Not supported: ViM (no decisions: NaN)."]
+
+
+def test_decisions_leave_the_comparison_as_it_is():
+    assert comparison_tables([*ROWS, *DECISIONS]) == comparison_tables(ROWS)
+    assert decision_tables(ROWS) == []
+    # a file may hold anything
+    assert decision_tables([Row("digits", "", "mlp", "rmd", 0, "false_alarms@x", 0.1)]) == []

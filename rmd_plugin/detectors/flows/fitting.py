@@ -49,7 +49,7 @@ class TrainingOptions:
     warm_up: int = 100
     seed: int = 0  #: flow s has the same start and batches, whatever other flows there are
     chunk: int | None = None  #: flows that are trained together, None to derive it from the memory they need
-    progress: bool = False
+    progress: bool = False  #: on a terminal
 
     def __post_init__(self) -> None:
         lowest_values = {"max_epochs": 0, "batch_size": 1, "patience": 1, "warm_up": 0, "seed": 0, "chunk": 1}
@@ -173,7 +173,8 @@ class _Trainer:
         chunk = self.options.chunk or self._chunk()
         parts = [trained[i : i + chunk] for i in range(0, len(trained), chunk)]
         runs = list(product(parts, (True, False) if self.spec.transforms > 1 else (True,)))
-        epochs, hidden = self.options.max_epochs, not self.options.progress
+        # None: only on a terminal
+        epochs, hidden = self.options.max_epochs, None if self.options.progress else True
         with tqdm(total=len(runs) * epochs, desc=title, unit="epoch", disable=hidden, leave=False) as bar:
             try:
                 for number, (part, identity) in enumerate(runs):

@@ -6,15 +6,19 @@ into the weights, and the first layer of all flows becomes one matrix product.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rmd_plugin.detectors.flows.spec import LOG_TWO_PI, FlowSpec, Parameters, elementwise
-from rmd_plugin.detectors.functional import full_precision, saturated, unit_length
-from rmd_plugin.detectors.gaussian import fit_coordinates
+from rmd_plugin.detectors.functional import full_precision, saturated, unit_length, warn_numerical
+from rmd_plugin.detectors.gaussian import fit_coordinates, fit_relative
 from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.encoding.features import pool_features
+
+Space = Literal["features", "discriminant"]
 
 #: samples that a CPU should score at a time, and numbers that a pass over some classes then makes at its widest: the
 #: pass stays in the cores' caches, which is worth a factor of two
@@ -22,37 +26,59 @@ PASS_SAMPLES = 256
 _PASS_NUMBERS = 2**20
 
 
-def fit_start(moments: Moments, shrinkage: float | str) -> dict[str, Tensor]:
-    """Fit the Gaussians that the flows start from, in the coordinates of ``gaussian.fit_coordinates``, turned.
+def fit_start(moments: Moments, shrinkage: float | str, space: Space) -> dict[str, Tensor]:
+    """Fit the Gaussians that the flows start from, in coordinates u in which every class has unit covariance.
 
-    The i-th coordinate is made to depend on the first i features only (with dead ones left out), so the order in which
-    an autoregressive flow goes through the coordinates is the order of the features, and nothing of their shape is
-    lost: a feature that is a curved function of an earlier one remains that. With ``background`` (q, q),
-    ``v = u @ background`` has unit covariance over all classes; the log-volumes are what the two maps add to a
-    log-density.
+    With ``background`` (q, q), ``v = u @ background`` has unit covariance over all classes; the log-volumes are what
+    the two maps add to a log-density.
     """
-    state = fit_coordinates(moments, shrinkage=shrinkage)
-    projection = state["projection"]
-    alive = projection.abs().amax(1) > 0
-    # RQ decomposition: rows and columns in reverse turn the lower triangle of QR into an upper one
-    turn = torch.linalg.qr(projection[alive].flip(0).T)[0].flip(1)
-    projection = projection @ turn
-    # QR leaves the signs open: the last feature of a coordinate counts upwards
-    last = projection[alive][-projection.shape[1] :].diagonal()
-    turn = turn * torch.where(last < 0, -1.0, 1.0)
-    points, shares = state["points"] @ turn, state.pop("shares")
-    projection = state["projection"] @ turn
+    state = _discriminant(moments, shrinkage) if space == "discriminant" else _features(moments, shrinkage)
+    projection, points = state["projection"], state["points"]
+    shares = moments.counts[state["classes"]] / moments.num_samples
     covariance = points.T @ (shares[:, None] * points)
     covariance.diagonal().add_(1.0)
     factor = torch.linalg.cholesky(covariance)
     inverse = torch.linalg.solve_triangular(factor, torch.eye(len(factor)).to(factor), upper=False)
     return state | {
-        "projection": projection,
-        "points": points,
         "log_volume": torch.linalg.qr(projection)[1].diagonal().abs().log().sum(),
         "background": inverse.T.contiguous(),
         "background_log_volume": -factor.diagonal().log().sum(),
     }
+
+
+def _features(moments: Moments, shrinkage: float | str) -> dict[str, Tensor]:
+    """All coordinates of ``gaussian.fit_coordinates``, turned.
+
+    The i-th is made to depend on the first i features only (with dead ones left out), so the order in which an
+    autoregressive flow goes through the coordinates is the order of the features, and nothing of their shape is lost:
+    a feature that is a curved function of an earlier one remains that.
+    """
+    state = fit_coordinates(moments, shrinkage=shrinkage)
+    del state["shares"]
+    projection = state["projection"]
+    alive = projection.abs().amax(1) > 0
+    # RQ decomposition: rows and columns in reverse turn the lower triangle of QR into an upper one
+    turn = torch.linalg.qr(projection[alive].flip(0).T)[0].flip(1)
+    # QR leaves the signs open: the last feature of a coordinate counts upwards
+    last = (projection @ turn)[alive][-projection.shape[1] :].diagonal()
+    turn = turn * torch.where(last < 0, -1.0, 1.0)
+    return state | {"projection": projection @ turn, "points": state["points"] @ turn}
+
+
+def _discriminant(moments: Moments, shrinkage: float | str) -> dict[str, Tensor]:
+    """Those in which the class means differ, at most K - 1: RMD's, by descending between-class variance."""
+    several = int((moments.counts > 0).sum()) > 1
+    state = fit_relative(moments, shrinkage=shrinkage) if several else {}
+    if not several or not len(state["weights"]):
+        message = "the class means do not differ, so there is no discriminant space: that of the features is taken."
+        warn_numerical(message, kind="no discriminant space")
+        return _features(moments, shrinkage)
+    projection = state["projection"]
+    # SVD leaves the signs open: the feature of the largest coefficient counts upwards
+    largest = projection.gather(0, projection.abs().argmax(0, keepdim=True))
+    sign = torch.where(largest < 0, -1.0, 1.0)
+    moved = {"projection": projection * sign, "points": state["points"] * sign}
+    return moved | {name: state[name] for name in ("shift", "classes")}
 
 
 def project(z: Tensor, state: dict[str, Tensor], normalize: bool) -> Tensor:
@@ -72,7 +98,7 @@ class FlowScore(nn.Module):
     background_log_volume: Tensor
 
     def __init__(
-        self, state: dict[str, Tensor], classes: FlowBank, background: FlowBank | None, *, normalize: bool
+        self, state: dict[str, Tensor], classes: FlowBank, background: nn.Module | None, *, normalize: bool
     ) -> None:
         super().__init__()
         self.normalize = normalize
@@ -104,6 +130,14 @@ class FlowScore(nn.Module):
         """Coordinates u of shape (B, q), float64."""
         with full_precision(z):
             return project(z, {"shift": self.shift, "projection": self.projection}, self.normalize)
+
+
+class GaussianBank(nn.Module):
+    """The standard normal in the place of a flow."""
+
+    def forward(self, v: Tensor) -> Tensor:
+        """Log-density of shape (B, 1) at samples of shape (B, D)."""
+        return -0.5 * (v.square().sum(1, keepdim=True) + v.shape[1] * LOG_TWO_PI)
 
 
 class FlowBank(nn.Module):
