@@ -262,7 +262,7 @@ class _Run:
                 done = time.perf_counter()
                 calibrated = Calibrated(adapter.detector, self.alpha)
                 decisions = self._decide(name, adapter, calibrated, scores)
-            rows = self._rate(name, scores, "; ".join(remarks)) + decisions
+            rows = self._rate(name, scores, "; ".join(text.rstrip(".") for text in remarks)) + decisions
             rows.append(self.row(name, FIT_SECONDS, fitted - started))
             rows.append(self.row(name, SCORE_SECONDS, done - fitted))
         except Exception as error:  # whatever a detector does wrong, the others stand
@@ -308,18 +308,18 @@ class _Run:
         if not self.has_val:
             return []
         metric = at_level(FALSE_ALARMS, self.alpha)
-        remark = "its fit has seen the validation data that its threshold is from" if adapter.fit_split == VAL else ""
+        used = "its fit has seen the validation data that its threshold is from" if adapter.fit_split == VAL else ""
         try:
             held_out = self._score(adapter, VAL)[(self.extractor.features(VAL).labels >= 0).numpy()]
             calibration = detector.calibrate_scores(torch.from_numpy(held_out)).calibration
             found = decide(cast(Calibration, calibration), scores, self.alpha, test=TEST)
         except ValueError as error:  # the scores stand without a decision
-            return [self.row(name, metric).failed(f"no decisions: {error}", "skipped")]
+            return [self.row(name, metric).failed(str(error), "skipped")]
         scores[VAL] = held_out
         return [
             self.row(
                 name, item.metric, item.value, ood=item.ood, low=item.low, high=item.high,
-                reason=remark if item.metric == metric else "",
+                reason=(used or item.remark) if item.metric == metric else "",
             )
             for item in found
         ]  # fmt: skip

@@ -7,10 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy.stats import binomtest
+from scipy.stats import betabinom, binomtest
 
 from rmd_plugin.compare.rows import DETECTED, FALSE_ALARMS, THRESHOLD, at_level
-from rmd_plugin.detectors.conformal import Calibration
+from rmd_plugin.detectors.conformal import Calibration, allowed_alarms
+
+#: probability, if test and calibration data are alike, below which so many false alarms are remarked on
+_SURPRISING = 1e-3
 
 
 class Decided(NamedTuple):
@@ -21,6 +24,7 @@ class Decided(NamedTuple):
     value: float
     low: float
     high: float
+    remark: str = ""
 
 
 def decide(calibration: Calibration, scores: Mapping[str, np.ndarray], alpha: float, *, test: str) -> list[Decided]:
@@ -42,5 +46,19 @@ def decide(calibration: Calibration, scores: Mapping[str, np.ndarray], alpha: fl
             flagged = int(calibration.is_ood(torch.from_numpy(values), alpha=alpha).sum())
             interval = binomtest(flagged, len(values)).proportion_ci(0.95)
             metric, ood = (FALSE_ALARMS, "") if name == test else (DETECTED, name)
-            found.append(Decided(at_level(metric, alpha), ood, flagged / len(values), interval.low, interval.high))
+            remark = _too_many(flagged, len(values), len(calibration), alpha) if name == test else ""
+            share = flagged / len(values)
+            found.append(Decided(at_level(metric, alpha), ood, share, interval.low, interval.high, remark))
     return found
+
+
+def _too_many(flagged: int, tested: int, calibrated: int, alpha: float) -> str:
+    """Says so if more ID test samples are flagged than data like the calibration samples would give."""
+    alarms = allowed_alarms(calibrated, alpha)
+    # the law of their number if all samples are exchangeable; ties only make it smaller
+    if betabinom.sf(flagged - 1, tested, alarms, calibrated + 1 - alarms) >= _SURPRISING:
+        return ""
+    return (
+        "more false alarms than promised: the validation data are unlike the test data. Was the network trained on "
+        "them? Calibrate on ID data that it has not seen"
+    )

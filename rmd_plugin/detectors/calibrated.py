@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -144,13 +144,15 @@ class Calibrated(Detector):
         """Calibrate on logits of held-out ID samples; with labels ``y``, those below zero are left out."""
         return self._take(self._add(None, "logits", logits, y))
 
-    def calibrate_scores(self, scores: Tensor | CalibrationScores, y: Tensor | None = None) -> Self:
+    def calibrate_scores(
+        self, scores: Tensor | Sequence[float] | CalibrationScores, y: Tensor | None = None
+    ) -> Self:
         """Calibrate on scores (B,) of held-out ID samples, or on a metric that collected them."""
         if isinstance(scores, CalibrationScores):
             return self._take(scores)
         if self.per_class:
             raise ValueError("per_class=True needs the class of each score: collect them in a CalibrationScores.")
-        metric = CalibrationScores(sync_on_compute=False)
+        metric, scores = CalibrationScores(sync_on_compute=False), torch.as_tensor(scores)
         metric.update(scores if y is None else scores[check_labels(y, len(scores)) >= 0])
         return self._take(metric)
 

@@ -20,10 +20,10 @@ from typing_extensions import Self
 from rmd_plugin.detectors.files import TensorSpec, check_tensors
 
 
-def check_level(name: str, value: float) -> None:
+def check_level(name: str, value: float, example: float = 0.05) -> None:
     """Refuse what is no probability strictly between 0 and 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value < 1.0:
-        raise ValueError(f"{name} must be a number between 0 and 1, for example 0.05, got {value!r}.")
+        raise ValueError(f"{name} must be a number between 0 and 1, for example {example}, got {value!r}.")
 
 
 def required_samples(alpha: float, confidence: float | None = None) -> int:
@@ -37,7 +37,7 @@ def required_samples(alpha: float, confidence: float | None = None) -> int:
     if confidence is None:
         n = math.ceil(1 / alpha) - 1
     else:
-        check_level("confidence", confidence)
+        check_level("confidence", confidence, 0.95)
         n = math.ceil(math.log1p(-confidence) / math.log1p(-alpha))
     # the quotients are rounded
     return next(k for k in range(max(0, n - 2), n + 3) if allowed_alarms(k, alpha, confidence) > 0)
@@ -57,7 +57,7 @@ def allowed_alarms(n: int, alpha: float, confidence: float | None = None) -> int
     if confidence is None:
         m = math.floor(alpha * (n + 1)) + 1  # alpha * (n + 1) may be rounded down: 0.29 * 100 is 28.999...
         return m if m / (n + 1) <= alpha else m - 1
-    check_level("confidence", confidence)
+    check_level("confidence", confidence, 0.95)
     return _confident_alarms(n, alpha, confidence)
 
 

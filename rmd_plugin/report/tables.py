@@ -16,6 +16,7 @@ from rmd_plugin.compare.rows import (
     SCORE_SECONDS,
     THRESHOLD,
     Row,
+    Status,
     at_level,
     levels,
     mean,
@@ -40,11 +41,12 @@ def decision_tables(rows: Sequence[Row]) -> list[Table]:
     """What the detectors flag at a level of false alarms, one table for every comparison and level among the rows.
 
     Detectors stand as in :func:`comparison_tables`: their threshold, the share of the ID test set that is flagged with
-    its interval, and the share of every OOD set.
+    its interval, and the share of every OOD set. Why one has no decisions stands below the table of the comparison.
     """
     keys = list(dict.fromkeys((row.benchmark, row.backbone, row.seed) for row in rows))
     parts = [select(rows, benchmark=b, backbone=n, seed=s) for b, n, s in keys]
-    return [_decision_table(part, alpha) for part in parts for alpha in levels(part)]
+    tables = [_decision_table(part, alpha) for part in parts for alpha in levels(part)]
+    return [table for table in tables if table.rows]
 
 
 def near_far_means(rows: Iterable[Row], metric: str = AUROC) -> dict[str, dict[str, float]]:
@@ -124,7 +126,7 @@ def _decision_table(rows: list[Row], alpha: float) -> Table:
     first = rows[0]
     heading = f"{first.benchmark}, {first.backbone}, seed {first.seed}: % flagged as OOD, calibrated on the validation "
     heading += f"data for at most {100 * alpha:g} % false alarms, with 95 % binomial interval"
-    return table.finish(heading, _detector_notes([row for row in rows if row.metric in names]))
+    return table.finish(heading, _reasons([row for row in rows if row.metric in names], "ok", "Remark"))
 
 
 def ood_sets(rows: Iterable[Row]) -> dict[str, str]:
@@ -151,17 +153,20 @@ def _notes(rows: list[Row]) -> list[str]:
             notes.append(f"Accuracy on the in-distribution test set: {percent(row.value)} %{remark}.")
         elif row.reason:
             notes.append(f"No accuracy: {row.reason}.")
-    return notes + _detector_notes([row for row in rows if "@" not in row.metric])
+    notes += _detector_notes([row for row in rows if "@" not in row.metric])
+    return notes + _reasons([row for row in rows if "@" in row.metric], "skipped", "No decisions")
 
 
 def _detector_notes(rows: list[Row]) -> list[str]:
-    notes = []
-    about = [row for row in rows if row.detector and row.reason]
-    for status, opening in (("ok", "Remark"), ("failed", "Failed"), ("skipped", "Not supported")):
-        for reason in unique((row for row in about if row.status == status), "reason"):
-            who = unique((row for row in about if row.status == status and row.reason == reason), "detector")
-            notes.append(f"{opening}: {', '.join(map(label, who))} ({reason.rstrip('.')}).")
-    return notes
+    openings: dict[Status, str] = {"ok": "Remark", "failed": "Failed", "skipped": "Not supported"}
+    return [note for status, opening in openings.items() for note in _reasons(rows, status, opening)]
+
+
+def _reasons(rows: list[Row], status: Status, opening: str) -> list[str]:
+    """A line for each reason, with the detectors that it is about."""
+    about = [row for row in select(rows, status=status) if row.detector and row.reason]
+    who = {reason: unique(select(about, reason=reason), "detector") for reason in unique(about, "reason")}
+    return [f"{opening}: {', '.join(map(label, names))} ({reason.rstrip('.')})." for reason, names in who.items()]
 
 
 def percent(value: float) -> str:

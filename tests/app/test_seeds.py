@@ -14,8 +14,8 @@ from rmd_plugin.compare.rows import read_rows
 
 QUIET = ["hydra/job_logging=none", "hydra/hydra_logging=none", "figures=false", "resamples=20"]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(20))]
-IMAGES = ["benchmark=cifar10_vs_cifar100", "benchmark.far=[]", "limit_test=12", "limit_train=40"]
-READS = ["benchmark=genomics", "limit_train=40", "limit_test=12"]
+IMAGES = ["benchmark=cifar10_vs_cifar100", "benchmark.far=[]", "limit_test=12", "limit_train=40", "alpha=0.4"]  # 6 validation images
+READS = ["benchmark=genomics", "limit_train=40", "limit_test=24"]
 VECTORS = ["benchmark=simulation", "benchmark.dim=6", "limit_train=80", "limit_test=30"]
 
 #: backbone -> what it is run on, and how it is made here: without downloads, and small where that is an option
@@ -56,14 +56,14 @@ def data(tmp_path_factory):
             f"{part}_{name}": x for part in ("train", "test") for name, x in (("images", images), ("labels", labels))
         }
         np.savez(folder / f"cifar{classes}.npz", **parts)
-    np.savez(folder / "features.npz", features=rng.normal(size=(90, 4)), labels=np.arange(90) % 4 - 1)
+    np.savez(folder / "features.npz", features=rng.normal(size=(400, 4)), labels=np.arange(400) % 4 - 1)
 
     def texts(intents, count):
         return [
             [" ".join(rng.choice(WORDS[5:], 4)), f"intent{intent}"] for intent in range(intents) for _ in range(count)
         ]
 
-    known = {"train": texts(3, 12), "val": texts(3, 4), "test": texts(3, 6)}
+    known = {"train": texts(3, 12), "val": texts(3, 8), "test": texts(3, 6)}
     unknown = {f"oos_{name}": [[text, "oos"] for text, _ in texts(3, 4)] for name in ("train", "val", "test")}
     (folder / "clinc150").mkdir()
     (folder / "clinc150" / "data_full.json").write_text(json.dumps(known | unknown))

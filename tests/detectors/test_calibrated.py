@@ -143,6 +143,15 @@ def test_classes_are_refused_where_there_are_none():
         Calibrated(RMD(), per_class=True).fit_features(z, y).calibrate_scores(z[:, 0])
 
 
+def test_scores_may_be_a_list_or_an_array():
+    scores = torch.randn(99, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = Calibrated(RMD()).calibrate_scores(scores).threshold()
+    for given in (scores.tolist(), scores.numpy()):
+        assert Calibrated(RMD()).calibrate_scores(given).threshold() == expected
+    with pytest.raises(ValueError, match=r"confidence must be a number between 0 and 1, for example 0\.95, got 95"):
+        Calibrated(RMD()).calibrate_scores(scores).threshold(confidence=95)
+
+
 def test_what_is_no_detector_is_refused():
     with pytest.raises(TypeError, match=r"got <class .*RMD'>. Make one: RMD\(\.\.\.\)"):
         Calibrated(RMD)

@@ -216,7 +216,7 @@ DECISIONS = [
     Row("digits", "six", "mlp", "msp", 0, "detected@0.05", 0.5, distance="near", low=0.4, high=0.6),
     Row("digits", "", "mlp", "msp", 0, "threshold@0.05", -0.5),
     Row("digits", "", "mlp", "msp", 0, "false_alarms@0.05", 0.05, low=0.03, high=0.08, reason="it has seen them"),
-    Row("digits", "", "mlp", "vim", 0, "false_alarms@0.05", math.nan).failed("no decisions: NaN", "skipped"),
+    Row("digits", "", "mlp", "vim", 0, "false_alarms@0.05", math.nan).failed("NaN", "skipped"),
 ]
 
 
@@ -231,11 +231,17 @@ def test_decisions_stand_in_a_table_of_their_own():
     assert [(cell.text, cell.bold) for cell in column(table, "six")] == [("75.00", True), ("50.00", False)]
     assert [cell.text for cell in column(table, "noise")] == ["–", "–"]
     assert [cell.text for cell in column(table, "threshold")] == ["12.35", "-0.5"]
-    assert table.notes == ["Remark: MSP (it has seen them).", "Not supported: ViM (no decisions: NaN)."]
+    assert table.notes == ["Remark: MSP (it has seen them)."]
 
 
-def test_decisions_leave_the_comparison_as_it_is():
-    assert comparison_tables([*ROWS, *DECISIONS]) == comparison_tables(ROWS)
+def test_a_detector_without_decisions_says_why_below_the_comparison():
+    [with_decisions], [without] = comparison_tables([*ROWS, *DECISIONS]), comparison_tables(ROWS)
+    assert with_decisions.notes == [*without.notes, "No decisions: ViM (NaN)."]
+    assert (with_decisions.columns, with_decisions.rows) == (without.columns, without.rows)
+    assert decision_tables([*ROWS, DECISIONS[-1]]) == []
+
+
+def test_without_decisions_there_is_no_table():
     assert decision_tables(ROWS) == []
     # a file may hold anything
     assert decision_tables([Row("digits", "", "mlp", "rmd", 0, "false_alarms@x", 0.1)]) == []
