@@ -144,15 +144,14 @@ class Calibrated(Detector):
         """Calibrate on logits of held-out ID samples; with labels ``y``, those below zero are left out."""
         return self._take(self._add(None, "logits", logits, y))
 
-    def calibrate_scores(
-        self, scores: Tensor | Sequence[float] | CalibrationScores, y: Tensor | None = None
-    ) -> Self:
+    def calibrate_scores(self, scores: Tensor | Sequence[float] | CalibrationScores, y: Tensor | None = None) -> Self:
         """Calibrate on scores (B,) of held-out ID samples, or on a metric that collected them."""
         if isinstance(scores, CalibrationScores):
             return self._take(scores)
         if self.per_class:
             raise ValueError("per_class=True needs the class of each score: collect them in a CalibrationScores.")
-        metric, scores = CalibrationScores(sync_on_compute=False), torch.as_tensor(scores)
+        metric = CalibrationScores(sync_on_compute=False)
+        scores = scores if isinstance(scores, Tensor) else torch.as_tensor(scores, dtype=torch.float64)
         metric.update(scores if y is None else scores[check_labels(y, len(scores)) >= 0])
         return self._take(metric)
 

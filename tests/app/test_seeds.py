@@ -14,7 +14,8 @@ from rmd_plugin.compare.rows import read_rows
 
 QUIET = ["hydra/job_logging=none", "hydra/hydra_logging=none", "figures=false", "resamples=20"]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(20))]
-IMAGES = ["benchmark=cifar10_vs_cifar100", "benchmark.far=[]", "limit_test=12", "limit_train=40", "alpha=0.4"]  # 6 validation images
+# of 60 images 6 are validation data, too few for alpha=0.05
+IMAGES = ["benchmark=cifar10_vs_cifar100", "benchmark.far=[]", "limit_test=12", "limit_train=40", "alpha=0.4"]
 READS = ["benchmark=genomics", "limit_train=40", "limit_test=24"]
 VECTORS = ["benchmark=simulation", "benchmark.dim=6", "limit_train=80", "limit_test=30"]
 
