@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rmd_plugin.monitor.callback
 import rmd_plugin.monitor.engine
-from rmd_plugin import RMD, Mahalanobis, RelativeFlow
+from rmd_plugin import RMD, FusedRMD, Mahalanobis, RelativeFlow
 from rmd_plugin.monitor.evaluation import Evaluation
 
 SIZES = {"train": 91, "val": 37, "near": 23, "tiny": 1, "extra": 9}  # none of them even
@@ -150,13 +150,16 @@ class Save(pl.Callback):
             fits = [row for row in monitor.history if row["metric"] == "fit_seconds"]
             kept = getattr(monitor.detectors.get("rmd"), "kept", None)
             moments = None if kept is None else (kept.counts, kept.sums, kept.second)
-            drawn, flow = monitor.detectors.get("drawn"), monitor.detectors.get("flow")
+            drawn = monitor.detectors.get("drawn")
+            states = {
+                name: monitor.detectors[name].state_dict() for name in ("flow", "fused") if name in monitor.detectors
+            }
             result[monitor.prefix] = {
                 "rows": rows,
                 "fits": len(fits),
                 "moments": moments,
                 "drawn": None if drawn is None else (drawn.weight, drawn.order),
-                "flow": None if flow is None else flow.state_dict()["tensors"],
+                **{name: state["tensors"] for name, state in states.items()},
             }
         result["metrics"] = {k: float(v) for k, v in trainer.callback_metrics.items() if "seconds" not in k}
         torch.save(result, f"{self.folder}/{trainer.global_rank}.pt")
@@ -167,12 +170,13 @@ def monitors():
     options = {"head": "fc", "ood": ood, "ood_dataloaders": {1: "extra"}}
     detectors = {
         "rmd": Keeping(shrinkage=0.1),
+        "fused": FusedRMD(),
         "knn": KNN(None, k=3),
         "flow": RelativeFlow(max_epochs=2, shrinkage=0.1, progress=False),
         "drawn": Drawn(),
         "odin": ODIN,
     }
-    stream = {"rmd": Keeping(shrinkage=0.1)}
+    stream = {"rmd": Keeping(shrinkage=0.1), "fused": FusedRMD()}
     failing = {"fit": FitFails(shrinkage=0.1), "score": ScoreFails(None)}
     failing["update"] = UpdateFails(shrinkage=0.1, normalize=True)  # with an accumulator of its own
     failing["good"] = Mahalanobis(shrinkage=0.1)
@@ -180,8 +184,7 @@ def monitors():
     return [
         make(detectors, **options),
         make(stream, refit="stream", prefix="stream", **options),
-        # few sets: Lightning's ddp_spawn hangs if it has to send home more than 64 KiB of metrics
-        make(failing, "fc", prefix="failing", ood_dataloaders={1: "extra"}),
+        make(failing, prefix="failing", **options),
     ]
 
 

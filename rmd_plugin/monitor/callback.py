@@ -26,7 +26,7 @@ from rmd_plugin.monitor.lightning_roots import Callback, builds_itself
 from rmd_plugin.monitor.lockstep import check_strategy
 from rmd_plugin.monitor.roster import Spec, give_network, read_calibrations
 from rmd_plugin.monitor.snapshot import HEADER, check_format, monitor_states
-from rmd_plugin.monitor.trainer_access import ends_now, has_validation, training_loaders
+from rmd_plugin.monitor.trainer_access import ends_now, has_validation, pack_metrics, training_loaders
 
 __all__ = ["OODMonitor", "OODMonitorWarning"]
 
@@ -194,6 +194,7 @@ class OODMonitor(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take the hooks away."""
         self._engine.detach()
+        pack_metrics(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Take the hooks away: Lightning does not call ``teardown`` after an error."""

@@ -185,3 +185,18 @@ def as_validation(trainer: pl.Trainer) -> Iterator[None]:
 
 def _flat(loader: Any) -> list[Any]:
     return [] if loader is None else list(loader.flattened)
+
+
+def pack_metrics(trainer: pl.Trainer) -> None:
+    """Give the metrics one storage where Lightning sends them from a spawned process to its parent.
+
+    It saves them and puts the bytes into a pipe that nobody empties until the process has ended: beyond 64 KiB both wait
+    for ever. Each storage takes 200 bytes, so 230 metrics, those of a few detectors and OOD sets, are enough.
+    """
+    if not hasattr(trainer.strategy.launcher, "get_extra_results"):
+        return
+    metrics = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items() if value.ndim == 0}
+    for kind in {value.dtype for value in metrics.values()}:
+        names = [name for name, value in metrics.items() if value.dtype == kind]
+        packed = torch.stack([metrics[name] for name in names])
+        trainer.callback_metrics.update(zip(names, packed.unbind(), strict=True))
