@@ -190,8 +190,8 @@ def _flat(loader: Any) -> list[Any]:
 def pack_metrics(trainer: pl.Trainer) -> None:
     """Give the metrics one storage where Lightning sends them from a spawned process to its parent.
 
-    It saves them and puts the bytes into a pipe that nobody empties until the process has ended: beyond 64 KiB both wait
-    for ever. Each storage takes 200 bytes, so 230 metrics, those of a few detectors and OOD sets, are enough.
+    It saves them and puts the bytes into a pipe that nobody empties until the process has ended: beyond 64 KiB both
+    wait for ever. Each storage takes 200 bytes, so 230 metrics, those of a few detectors and OOD sets, are enough.
     """
     if not hasattr(trainer.strategy.launcher, "get_extra_results"):
         return

@@ -130,15 +130,37 @@ def test_the_background_is_the_gaussian_of_all_samples_in_the_discriminant_space
     z, y, x = make_blobs(**shape)
     options = QUICK | {"space": "discriminant", "sharing": sharing}
     relative = RelativeFlow(background="gaussian", **options).fit_features(z, y)
-    likelihood = FlowLikelihood(**options).fit_features(z, y)
-    # the same class flows: what is left is log p_0, up to the volume of the map
-    found = (relative.class_scores(x) - likelihood.class_scores(x)).numpy()
+    likelihood = FlowLikelihood(**options).fit_features(z, y)  # of the same class flows
+    gaussian = FlowLikelihood(**(options | {"max_epochs": 0})).fit_features(z, y)
+    gains = torch.tensor([row["gaussian"] - row["trained"] for row in relative.training_report()])
+    log_prob = torch.minimum(-likelihood.class_scores(x), gains - gaussian.class_scores(x))
+    # what is left is log p_0, up to the volume of the map
+    found = (relative.class_scores(x) + log_prob).numpy()
     w, variances = discriminant_coordinates(z.numpy(), y.numpy(), x.numpy())
     assert w.shape[1] == min(z.shape[1], len(y.unique()) - 1) == relative.coordinates(x).shape[1]
     expected = multivariate_normal(cov=np.diag(variances)).logpdf(w)
     np.testing.assert_allclose(found - found.mean(), (expected - expected.mean())[:, None] + 0 * found, atol=2e-3)
     # distances between samples do not depend on how the axes are turned
     np.testing.assert_allclose(pdist(relative.coordinates(x).numpy()), pdist(w), rtol=1e-6)
+
+
+def test_heavy_tails_of_the_classes_do_not_make_far_samples_look_in_distribution():
+    y = torch.arange(3000) % 3
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(3000, 2, generator=generator) * (1 + 6 * torch.rand(3000, 1, generator=generator) ** 4)
+    z[:, 0] += 10.0 * (y == 1)
+    z[:, 1] += 10.0 * (y == 2)
+    detector = RelativeFlow(progress=False, lr=1e-2).fit_features(z, y)
+    [row] = detector.training_report()
+    assert row["trained"] < row["gaussian"] - 0.1  # the flow has learned the tails
+    directions = torch.randn(100, 2, generator=generator)
+    ring = 5 + 100 * directions / directions.norm(dim=1, keepdim=True)
+    far, rmd = detector.predict_features(ring), RMD().fit_features(z, y).predict_features(ring)
+    # no more than its gain below the score that the Gaussians give, which is RMD / 2 plus a constant
+    start = RelativeFlow(progress=False, max_epochs=0).fit_features(z, y).predict_features(ring)
+    torch.testing.assert_close(start - start.mean(), (rmd - rmd.mean()) / 2, rtol=1e-3, atol=1e-3)
+    assert (far > start - (row["gaussian"] - row["trained"]) - 1e-2).all()
+    assert (far > detector.predict_features(z).max()).all()
 
 
 @pytest.mark.parametrize("kind", ["maf", "rqs"])

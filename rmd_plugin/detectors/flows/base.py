@@ -276,7 +276,10 @@ class FlowDetector(ShrinkingDetector):
     def _bank(self, role: Role, dtype: torch.dtype) -> FlowBank:
         params = {name: value.to(dtype) for name, value in self._parameters(role).items()}
         if role == "class":
-            return FlowBank(self._fitted_spec(role), params, self._state["points"], self._state["plain"])
+            state, capped = self._state, self._fitted_options.get("background") == "gaussian"
+            # on average over held-out samples; none where nothing was trained
+            gain = (state["class_start_loss"] - state["class_loss"]).nan_to_num(0.0) if capped else None
+            return FlowBank(self._fitted_spec(role), params, state["points"], state["plain"], gain)
         return FlowBank(self._fitted_spec(role), params, torch.zeros_like(self._state["points"][:1]))
 
     def _parameters(self, role: Role) -> Parameters:

@@ -148,16 +148,27 @@ class FlowBank(nn.Module):
         params: stacked parameters of K flows, or of one flow with K contexts.
         centers: class k's flow acts on ``u - centers[k]``, shape (K, D).
         plain: classes whose density is the standard normal instead of a flow, shape (K,), or None for no such class.
+        gain: by how much, at most, a flow's log-density is above that of the standard normal, shape (K,) or (1,); None
+            for no limit.
     """
 
     centers: Tensor
     plain: Tensor | None
+    gain: Tensor | None
 
-    def __init__(self, spec: FlowSpec, params: Parameters, centers: Tensor, plain: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        spec: FlowSpec,
+        params: Parameters,
+        centers: Tensor,
+        plain: Tensor | None = None,
+        gain: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.register_buffer("centers", centers.to(next(iter(params.values())).dtype))
         self.register_buffer("plain", plain if plain is not None and bool(plain.any()) else None)
+        self.register_buffer("gain", None if gain is None else gain.to(self.centers).expand(len(centers)).contiguous())
         self.networks = nn.ModuleList(
             _FoldedNetwork(spec, params, index, centers if index == 0 else None) for index in range(spec.transforms)
         )
@@ -182,8 +193,10 @@ class FlowBank(nn.Module):
             value, logdet = elementwise(self.spec, value, outputs)
             total = total + logdet
         log_prob = total - 0.5 * value.square().sum(1)
+        normal = -0.5 * start.square().sum(1) if self.plain is not None or self.gain is not None else log_prob
+        if self.gain is not None:
+            log_prob = torch.minimum(log_prob, normal + self.gain[part].unsqueeze(-1))
         if self.plain is not None:
-            normal = -0.5 * start.square().sum(1)
             log_prob = torch.where(self.plain[part].unsqueeze(-1), normal, log_prob)
         return log_prob - 0.5 * self.spec.features * LOG_TWO_PI
 
