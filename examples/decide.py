@@ -21,5 +21,5 @@ print(f"OOD above a score of {rmd.threshold():.1f} at alpha = {rmd.alpha:g}")
 # of the inliers that is no surprise: they are the ones that it was calibrated on
 print(f"flagged: {rmd.is_ood(inlier).float().mean():.1%} of 0-5, {rmd.is_ood(outlier).float().mean():.1%} of 6-9")
 print(f"at 1 %: {rmd.is_ood(outlier, alpha=0.01).float().mean():.1%} of 6-9")
-print(f"p-values of a 3 and an 8: {float(rmd.p_value(x[y == 3][:1])):.3f}, {float(rmd.p_value(x[y == 8][:1])):.3f}")
+print(f"p-values of a 0-5 and an 8: {float(rmd.p_value(inlier[:1])):.3f}, {float(rmd.p_value(x[y == 8][:1])):.3f}")
 print(f"selected at a false discovery rate of 10 %: {int(rmd.select(outlier, fdr=0.1).sum())} of {len(outlier)}")

@@ -7,6 +7,7 @@ import re
 import sys
 
 import pytorch_lightning as pl
+import safetensors.torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -30,7 +31,7 @@ from rmd_plugin.compare.extraction import Extractor
 from rmd_plugin.detectors.calibrated import Calibrated
 from rmd_plugin.detectors.files import write_state
 from rmd_plugin.report.provenance import current_command
-from rmd_plugin.report.run_folder import DETECTORS, RunFolder
+from rmd_plugin.report.run_folder import DETECTORS, HEAD, RunFolder
 from rmd_plugin.report.table import to_html, to_latex, to_markdown, to_terminal
 from rmd_plugin.report.tables import comparison_tables, decision_tables
 
@@ -75,7 +76,6 @@ def evaluate(cfg: DictConfig, extractor: Extractor, folder: RunFolder, *, remark
     )
     folder.write_rows(result.rows)
     folder.write_scores(result.scores)
-    _keep_detectors(result, folder)
     tables = comparison_tables(result.rows) + decision_tables(result.rows)
     for name, render in (("table.md", to_markdown), ("table.tex", to_latex), ("table.html", to_html)):
         with replacing(folder.file(name)) as file:
@@ -85,11 +85,20 @@ def evaluate(cfg: DictConfig, extractor: Extractor, folder: RunFolder, *, remark
     console = Console(width=None if sys.stdout.isatty() else 200)  # into a file or pipe at full width
     for table in tables:
         console.print(to_terminal(table, width=console.width))
+    _keep_detectors(result, folder)
     return result
 
 
 def _keep_detectors(result: Comparison, folder: RunFolder) -> None:
-    """Write every detector, fitted and calibrated, to a file for ``Calibrated.load``; name those that cannot be."""
+    """Write every detector, fitted and calibrated, to a file for ``Calibrated.load``; name those that cannot be.
+
+    The head that those on logits were fed by stands beside them.
+    """
+    for old in folder.file(DETECTORS).glob("*.safetensors"):  # of a run before
+        old.unlink()
+    if result.classifier is not None:
+        with replacing(folder.file(HEAD), "wb") as file:
+            file.write(safetensors.torch.save({k: v.contiguous() for k, v in result.classifier.state_dict().items()}))
     lost = []
     for name, detector in result.detectors.items():
         path = folder.file(DETECTORS) / (re.sub(r"[^\w.-]+", "_", name) + ".safetensors")
@@ -98,8 +107,7 @@ def _keep_detectors(result: Comparison, folder: RunFolder) -> None:
             state = detector.state_dict()
             Calibrated.from_state(state)  # whoever reads the file gets a detector that works
             write_state(path, state)
-        except ValueError as error:
-            path.unlink(missing_ok=True)  # of a run before
+        except Exception as error:  # the numbers are what the run was for
             lost.append(f"{name} ({str(error).rstrip('.')})")
     if lost:
         log.info("%s/ does not hold: %s.", DETECTORS, ", ".join(lost))

@@ -59,6 +59,7 @@ class Comparison:
     scores: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     detectors: dict[str, Calibrated] = field(default_factory=dict)  #: fitted, and calibrated where there was ID data
     head: str = ""  #: where the classifier came from, in words
+    classifier: nn.Linear | None = None  #: that detectors on logits were fed by
     interrupted: bool = False  #: whether it was stopped before the last detector
 
 
@@ -184,7 +185,7 @@ class _Run:
         else:
             raise ValueError(f"head must be auto, own, linear_probe or null, got {choice!r}.")
         origin = "; ".join(filter(None, [origin, remark]))
-        self.result.head = origin
+        self.result.head, self.result.classifier = origin, self.head
         if self.head is None:
             self.result.rows.append(self.row("", ACCURACY).failed(origin, "skipped"))
             return
@@ -273,10 +274,8 @@ class _Run:
         self.result.detectors[name] = calibrated
 
     def _failed(self, name: str, error: Exception) -> None:
-        message = str(error).strip()
-        reason = f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__
         log.debug("%s failed", name, exc_info=error)
-        self.result.rows.append(self.row(name, AUROC).failed(reason))
+        self.result.rows.append(self.row(name, AUROC).failed(_reason(error)))
 
     def _fit(self, adapter: Adapter) -> None:
         if self.extractor.device.type != "cpu":
@@ -305,16 +304,17 @@ class _Run:
 
     def _decide(self, name: str, adapter: Adapter, detector: Calibrated, scores: dict[str, np.ndarray]) -> list[Row]:
         """Calibrate on the validation data, if there are any, add their scores to the others, rate the decisions."""
-        if not self.has_val:
-            return []
         metric = at_level(FALSE_ALARMS, self.alpha)
+        if not self.has_val:
+            return [self.row(name, metric).failed("the benchmark has no ID validation data", "skipped")]
         used = "its fit has seen the validation data that its threshold is from" if adapter.fit_split == VAL else ""
         try:
             held_out = self._score(adapter, VAL)[(self.extractor.features(VAL).labels >= 0).numpy()]
             calibration = detector.calibrate_scores(torch.from_numpy(held_out)).calibration
             found = decide(cast(Calibration, calibration), scores, self.alpha, test=TEST)
-        except ValueError as error:  # the scores stand without a decision
-            return [self.row(name, metric).failed(str(error), "skipped")]
+        except Exception as error:  # the scores stand without a decision
+            reason = str(error) if isinstance(error, ValueError) else _reason(error)
+            return [self.row(name, metric).failed(reason, "skipped")]
         scores[VAL] = held_out
         return [
             self.row(
@@ -338,6 +338,11 @@ class _Run:
             except ValueError as error:
                 rows.append(self.row(name, AUROC, ood=ood).failed(f"{ood}: {error}"))
         return rows
+
+
+def _reason(error: Exception) -> str:
+    message = str(error).strip()
+    return f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__
 
 
 def _logits(head: nn.Linear, features: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from rmd_plugin.detectors import files
 from rmd_plugin.detectors.files import File, TensorSpec
-from rmd_plugin.detectors.functional import warn_numerical
+from rmd_plugin.detectors.functional import listed, warn_numerical
 from rmd_plugin.encoding.features import check_features
 from rmd_plugin.encoding.loop import PairEncoder, encode_batches
 
@@ -93,8 +93,9 @@ class StatefulDetector(FeaturesDetector):
         """Warn about classes without a sample. They are never nearest."""
         missing = (counts == 0).nonzero().flatten().tolist()
         if missing:
-            names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            message = f"{len(missing)} of {len(counts)} classes have no sample and are never nearest: {names}."
+            message = (
+                f"{len(missing)} of {len(counts)} classes have no sample and are never nearest: {listed(missing)}."
+            )
             warn_numerical(message, kind=f"some of {len(counts)} classes have no sample")
 
     def fit(self, data_loader: Iterable[Any], *, progress: bool | None = None) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from rmd_plugin.detectors.conformal import (
     required_samples,
 )
 from rmd_plugin.detectors.files import File
-from rmd_plugin.detectors.functional import warn_numerical
+from rmd_plugin.detectors.functional import listed, warn_numerical
 from rmd_plugin.detectors.snapshot import build_detector, give_encoder, restore_snapshot, take_snapshot
 from rmd_plugin.encoding.features import check_labels
 from rmd_plugin.encoding.isolation import evaluating_calls
@@ -173,13 +174,14 @@ class Calibrated(Detector):
         if self.per_class != (found.classes is not None):
             given = "of each class" if found.classes is not None else "without classes"
             raise ValueError(f"the detector has per_class={self.per_class}, but the scores are {given}.")
-        found.smallest_class = required_samples(self.alpha)
+        # an object of its own: the metric gives the same one to everybody who asks
+        found = Calibration(**found.tensors, smallest_class=required_samples(self.alpha))
         if self.per_class and bool(found.pooled_classes.any()):
             few = found.pooled_classes.nonzero().flatten().tolist()
-            names = ", ".join(map(str, few[:8])) + (", ..." if len(few) > 8 else "")
             warn_numerical(
                 f"{len(few)} of {len(found.pooled_classes)} classes have fewer than the {found.smallest_class} "
-                f"calibration samples that alpha={self.alpha:g} needs: {names}. They are compared with all samples.",
+                f"calibration samples that alpha={self.alpha:g} needs: {listed(few)}. "
+                "They are compared with all samples.",
                 kind="classes with few calibration samples",
             )
         self.calibration = found
@@ -301,7 +303,8 @@ class Calibrated(Detector):
         if kind == "logits":
             return values.argmax(1)
         if kind == "features" and isinstance(self.detector, StatefulDetector):
-            return self.detector.nearest_class(values)
+            with suppress(NotImplementedError):  # a detector without classes
+                return self.detector.nearest_class(values)
         raise ValueError(
             f"per_class=True needs a detector with nearest_class() or one on logits, which "
             f"{type(self.detector).__name__} on {kind} is not. Use per_class=False."

@@ -96,6 +96,9 @@ class CalibrationScores(ScoreMetric):
         while bool((levels >= level).any()):
             here = levels == level
             if int(here.sum()) > self.limit:
+                # classes with few scores keep them: what is left of all of them is half the limit at most
+                sizes = torch.bincount(classes[here], minlength=self.overcount.numel())
+                here &= sizes[classes] * 2 * len(sizes) > self.limit
                 kept, left, counts = _halve(scores[here], classes[here], self.overcount.numel())
                 self.overcount = self.overcount + (counts > 1) * 2**level
                 above, rest = torch.full_like(kept[1], level + 1), torch.full_like(left[1], level)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, lru_cache
+from numbers import Real
 
 import torch
 from scipy.stats import binom
@@ -22,7 +23,7 @@ from rmd_plugin.detectors.files import TensorSpec, check_tensors
 
 def check_level(name: str, value: float, example: float = 0.05) -> None:
     """Refuse what is no probability strictly between 0 and 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value < 1.0:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < value < 1.0:
         raise ValueError(f"{name} must be a number between 0 and 1, for example {example}, got {value!r}.")
 
 
@@ -170,8 +171,15 @@ class Calibration:
 
     @property
     def rank_error(self) -> float:
-        """By how much, at most, p-values are larger than those of all scores kept; never smaller. 0 up to the limit."""
-        return int(self.overcount.sum()) / (len(self) + 1)
+        """By how much, at most, p-values are larger than those of all scores kept; never smaller. 0 up to the limit.
+
+        With classes, the largest over them, and that of all classes together where some use it.
+        """
+        pooled = int(self.overcount.sum()) / (len(self) + 1)
+        if self.classes is None:
+            return pooled
+        few, own = self.pooled_classes, self.overcount.to(self.scores.device) / (self.class_sizes + 1)
+        return max(float(own[~few].amax()) if not bool(few.all()) else 0.0, pooled if bool(few.any()) else 0.0)
 
     # -- tables, also those of an exported graph ----------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ The maths works on plain tensors, and the formulas use the paper's names: featur
 import re
 import sys
 import warnings
+from collections.abc import Iterable
 from types import FrameType
 from typing import NamedTuple
 
@@ -69,6 +70,12 @@ def _filter_action(message: str, module: str, line: int) -> str:
         ):
             return action
     return "default"
+
+
+def listed(names: Iterable[object]) -> str:
+    """Names for a message, the first eight of them."""
+    names = list(names)
+    return ", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")
 
 
 class Whitening(NamedTuple):

@@ -135,7 +135,7 @@ class FusedRMD(GaussianAttributes):
         """Take over what :meth:`state_dict` gave; its head too, if the detector has none."""
         super().load_state_dict(state)
         if self.head is None and len(self._state["w"]):
-            self.head = _linear(self._state["w"], self._state["b"])
+            self.head = _linear(self._state["w"], self._state["b"]).to(torch.get_default_dtype())
         return self
 
     def _sigma(self, moments: Moments) -> Tensor:
@@ -164,6 +164,9 @@ class FusedRMD(GaussianAttributes):
 
 def _linear(w: Tensor, b: Tensor | None) -> nn.Linear:
     """A head of given weights."""
+    w, b = torch.as_tensor(w), None if b is None else torch.as_tensor(b)
+    if not w.is_floating_point():
+        raise TypeError(f"expected w of floating-point numbers, got {w.dtype}.")
     if w.ndim != 2 or (b is not None and b.shape != w.shape[:1]):
         found = tuple(w.shape), None if b is None else tuple(b.shape)
         raise ValueError(f"expected w of shape (C, D) and b of shape (C,), got {found[0]} and {found[1]}.")

@@ -13,7 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rmd_plugin.detectors.functional import class_quadratics, full_precision, oas_shrinkage, saturated, warn_numerical
+from rmd_plugin.detectors.functional import (
+    class_quadratics,
+    full_precision,
+    listed,
+    oas_shrinkage,
+    saturated,
+    warn_numerical,
+)
 from rmd_plugin.detectors.gaussian import Coordinates, fit_coordinates, regularised_covariance, with_amplification
 from rmd_plugin.detectors.reservoir import SampledMoments
 
@@ -188,6 +195,7 @@ def fit_fused(moments: SampledMoments, w: Tensor, b: Tensor) -> dict[str, Tensor
         "classes": fitted["classes"],
         "w": w.to(points, copy=True),  # the head goes on learning
         "b": b.to(points, copy=True),
+        "intensity": points.new_tensor(intensity),
     }
     parameters |= _standardisation(moments, parameters, intensity)
     sigma_0 = regularised_covariance(moments, intensity) + moments.between_covariance
@@ -205,10 +213,9 @@ def _standardisation(moments: SampledMoments, parameters: dict[str, Tensor], shr
     lone = counts[sample.labels] < 2
     single = (counts == 1).nonzero().flatten().tolist()
     if single:
-        names = ", ".join(map(str, single[:8])) + (", ..." if len(single) > 8 else "")
         warn_numerical(
             f"{len(single)} of {int((counts > 0).sum())} classes have one sample and are left out of the "
-            f"standardisation, which leaves out one sample of a class at a time: {names}.",
+            f"standardisation, which leaves out one sample of a class at a time: {listed(single)}.",
             kind="classes of one sample",
         )
     rows, labels, copies = sample.rows[~lone], sample.labels[~lone], sample.copies[~lone].double()
@@ -231,4 +238,6 @@ def _standardisation(moments: SampledMoments, parameters: dict[str, Tensor], shr
     location = copies @ members / copies.sum()
     deviation = (copies @ (members - location).square() / (copies.sum() - 1)).sqrt()
     varies = deviation > _CONSTANT * members.abs().amax(0).clamp(min=1)
+    if len(parameters["w"]) and not bool(varies[1]):
+        warn_numerical("the energy of the head is the same for all samples and adds nothing.", kind="constant energy")
     return {"location": location, "rate": torch.where(varies, 1 / deviation.where(varies, 1.0), 0.0)}

@@ -21,7 +21,7 @@ class ShrinkingDetector(StatefulDetector):
 
     def __repr__(self) -> str:
         text = super().__repr__()
-        if self.fitted and self._fitted_options["shrinkage"] == "auto" and self.intensity is not None:
+        if self.fitted and self._fitted_options.get("shrinkage") == "auto" and self.intensity is not None:
             return f"{text[:-1]}, intensity {self.intensity:.3g}>"
         return text
 

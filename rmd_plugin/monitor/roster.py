@@ -263,8 +263,9 @@ def _by_name(name: str) -> dict[str, Any]:
     """Detectors by the name of a class, rmd_plugin's or with its module, or of a config that ``detector=`` takes."""
     if "." in name:
         return {name.lower(): resolve_name(name)}
-    if name in rmd_plugin.__all__:
-        return {name.lower(): getattr(rmd_plugin, name)()}
+    own = getattr(rmd_plugin, name) if name in rmd_plugin.__all__ else None
+    if isinstance(own, type) and issubclass(own, Detector) and own is not Calibrated:
+        return {name.lower(): own()}
     found: dict[str, Any] = {}
     for key, options in detector_options(name).items():
         keywords = {option: value for option, value in options.items() if option != "_target_"}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pandas as pd  # type: ignore[import-untyped]
 
-from rmd_plugin.compare.rows import AUROC, COLUMNS, FPR95, SCORE_SECONDS, SECONDS, mean
+from rmd_plugin.compare.rows import AUROC, COLUMNS, FALSE_ALARMS, FPR95, SCORE_SECONDS, SECONDS, THRESHOLD, mean
 from rmd_plugin.report.gather import Run
 from rmd_plugin.report.names import label
 
@@ -70,7 +70,7 @@ class Summary:
     @property
     def lower(self) -> bool:
         """Whether less is better."""
-        return self.metric in (FPR95, *SECONDS)
+        return self.metric in (FPR95, *SECONDS) or self.metric.startswith(FALSE_ALARMS)
 
     @cached_property
     def groups(self) -> dict[Group, list[int]]:
@@ -176,7 +176,8 @@ def summarise(runs: Sequence[Run], *, metric: str = AUROC, reference: str = "rmd
         ],
         columns=[*COLUMNS, "setting", "run", "ended"],
     )
-    metrics = rows.loc[rows["detector"] != "", "metric"].unique().tolist()
+    # a threshold is a score, which another detector's cannot be compared with
+    metrics = [name for name in rows.loc[rows["detector"] != "", "metric"].unique() if not name.startswith(THRESHOLD)]
     if metrics and metric not in metrics:
         raise ValueError(f"no run has the metric {metric!r}; there are {', '.join(metrics)}.")
     rows["group"] = rows.groupby(GROUP, sort=False).ngroup()

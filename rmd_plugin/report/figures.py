@@ -189,7 +189,7 @@ def calibration_figure(
             held_out = np.sort(sets[CALIBRATION])
             # p <= level, p being (1 + number of calibration scores that reach the score) / (size + 1)
             reached = 1 + len(held_out) - np.searchsorted(held_out, sets[ID], side="left")
-            flagged = 100 * np.mean(reached[None, :] <= (asked * (len(held_out) + 1) + 1e-9)[:, None], axis=1)
+            flagged = 100 * np.mean(reached <= alarms[:, None], axis=1)
             look = style.detector_style(name)
             axes.plot(100 * asked, flagged, **look)
             ends.append((float(flagged[-1]), label(name), look["color"]))

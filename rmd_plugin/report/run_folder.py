@@ -36,6 +36,7 @@ HISTORY = "history.csv"  # what OODMonitor saw in every epoch
 SCORES = "scores.npz"  # of every detector on every set
 DIRECTIONS = "directions.npz"  # contributions along the directions of a detector, summarised
 DETECTORS = "detectors"  # of the comparison, fitted and calibrated, a file each
+HEAD = "head.safetensors"  # the linear layer from features to logits that they were compared with
 REPORT = "report.html"  # the page about the run
 
 #: of a config or of versions, in bytes, and of a table

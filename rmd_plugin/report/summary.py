@@ -295,10 +295,10 @@ def _notes(summary: Summary, differences: Iterable[Difference]) -> Iterator[str]
     rows = summary.rows
     bad = rows[(rows["detector"] != "") & (rows["status"] != "ok") & (rows["reason"] != "")]
     # those that failed before those that were skipped
-    bad = bad.sort_values(["group", "status"], kind="stable")
-    for (*key, status, reason), part in bad.groupby([*GROUP, "status", "reason"], sort=False):
+    bad = bad.sort_values(["group", "status"], kind="stable").assign(decides=bad["metric"].str.contains("@"))
+    for (*key, status, reason, decides), part in bad.groupby([*GROUP, "status", "reason", "decides"], sort=False):
         names = ", ".join(map(label, part["detector"].unique()))
-        verb = "failed" if status == "failed" else "not supported"
+        verb = "without decisions" if decides else "failed" if status == "failed" else "not supported"
         count, total = part["seed"].nunique(), len(summary.groups[Group(*key)])
         yield f"{Group(*key)}: {names} {verb} in {count} of {total} runs ({reason})."
     missing = count_outcomes(run for run in summary.runs if run.outcome != "done")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from config_kit import ROOT, choices
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 from rmd_plugin import Calibrated
 from rmd_plugin.app.commands import compare as main
@@ -142,8 +143,19 @@ def test_every_detector_of_a_run_can_be_loaded_and_decides_as_the_run_did(run, c
         assert detector.threshold() == select(rows, detector=name, metric="threshold@0.1")[0].value
         assert len(detector.calibration) == len(scores[name]["val"])
     [ood] = make_benchmark(OmegaConf.load(folder.file("config.yaml"))).test_sets(known=False)
-    flagged = kept["rmd"].is_ood_features(torch.stack([x for x, _ in ood]))
-    assert float(flagged.double().mean()) == select(rows, detector="rmd", metric="detected@0.1")[0].value
+    x = torch.stack([x for x, _ in ood])
+    head = load_file(folder.file("head.safetensors"))  # the probe that MSP is of
+    logits = torch.nn.functional.linear(x.to(head["weight"]), head["weight"], head["bias"])
+    flagged = {"rmd": kept["rmd"].is_ood_features(x), "msp": kept["msp"].is_ood_logits(logits)}
+    for name, found in flagged.items():
+        assert float(found.double().mean()) == select(rows, detector=name, metric="detected@0.1")[0].value
+
+
+def test_a_run_without_validation_data_says_that_it_decides_nothing(run):
+    folder, out = run("benchmark.n_val=0")
+    assert "No decisions: RMD" in " ".join(out.split())
+    assert "the benchmark has no ID validation data" in " ".join(out.split())
+    assert not [row for row in folder.read_rows() if row.metric.startswith("threshold")]
 
 
 @pytest.mark.slow

@@ -13,7 +13,16 @@ from pytorch_ood.detector import KNN, ODIN, EnergyBased, MaxSoftmax
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rmd_plugin import RMD, Calibrated, FusedRMD, Mahalanobis, MarginalMahalanobis, NumericalWarning, load_detector
+from rmd_plugin import (
+    RMD,
+    Calibrated,
+    CalibrationScores,
+    FusedRMD,
+    Mahalanobis,
+    MarginalMahalanobis,
+    NumericalWarning,
+    load_detector,
+)
 
 FEATURES = {
     "rmd": lambda **options: Calibrated(RMD(), **options),
@@ -135,8 +144,25 @@ def test_each_class_has_its_own_threshold_and_small_ones_share_that_of_all():
         found.is_ood_features(z, 0.001)
 
 
+def test_two_detectors_may_share_the_collected_scores():
+    z, y, _ = make_blobs(per_class=100)
+    rmd = RMD().fit_features(z, y)
+    metric = CalibrationScores(5, sync_on_compute=False)
+    metric.update(rmd.predict_features(z), torch.arange(500) % 25 % 5 * (torch.arange(500) > 100))
+    first = Calibrated(rmd, 0.05, per_class=True).calibrate_scores(metric)
+    before = first.threshold()
+    with pytest.warns(NumericalWarning, match="alpha=0.01 needs"):
+        second = Calibrated(rmd, 0.01, per_class=True).calibrate_scores(metric)
+    assert torch.equal(first.threshold(), before)
+    with pytest.warns(NumericalWarning, match="alpha=0.01 needs"):
+        alone = Calibrated(rmd, 0.01, per_class=True).calibrate_scores(copy.deepcopy(metric))
+    assert torch.equal(second.threshold(), alone.threshold())
+
+
 def test_classes_are_refused_where_there_are_none():
     z, y, _ = make_blobs()
+    with pytest.raises(ValueError, match=r"MarginalMahalanobis on features is not\. Use per_class=False"):
+        Calibrated(MarginalMahalanobis(), per_class=True).fit_features(z, y).calibrate_features(z)
     with pytest.raises(ValueError, match="KNN on features is not"):
         Calibrated(KNN(None, k=5), per_class=True).fit_features(z, y).calibrate_features(z)
     with pytest.raises(ValueError, match="collect them in a CalibrationScores"):

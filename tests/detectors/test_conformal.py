@@ -135,6 +135,20 @@ def test_each_class_is_calibrated_by_its_own_samples_as_by_hand_and_as_a_sketch(
             assert torch.equal(one.is_ood(queries, of, alpha=alpha), one.p_value(queries, of) <= alpha)
 
 
+def test_a_rare_class_keeps_its_scores_and_the_error_is_that_of_the_worst_class():
+    scores, classes = torch.randn(20_000).double(), torch.zeros(20_000, dtype=torch.long)
+    classes[::500] = 1
+    metric = CalibrationScores(2, limit=512)
+    for part, labels in zip(scores.split(100), classes.split(100), strict=True):
+        metric.update(part, labels)
+    found = metric.compute()
+    queries, rare = torch.randn(500).double(), torch.ones(500, dtype=torch.long)
+    assert torch.equal(found.p_value(queries, rare), Calibration(scores[classes == 1]).p_value(queries))
+    gap = found.p_value(queries, 0 * rare) - Calibration(scores[classes == 0]).p_value(queries)
+    assert 0 < float(gap.max()) <= found.rank_error < 0.05
+    assert len(found.scores) < 5_000
+
+
 def test_parts_merge_to_the_calibration_of_the_whole():
     values = torch.randn(1000)
     whole, first, second = (CalibrationScores() for _ in range(3))

@@ -135,8 +135,22 @@ def test_a_head_as_a_layer_or_as_weights_is_the_same(blobs):
     scores = FusedRMD(head=head).fit_features(z, y).predict_features(x)
     assert torch.equal(FusedRMD(None, w=head.weight, b=head.bias).fit_features(z, y).predict_features(x), scores)
     bare = nn.Linear(12, 5, bias=False).double()
-    one, other = FusedRMD(head=bare), FusedRMD(w=bare.weight)
+    one, other = FusedRMD(head=bare), FusedRMD(w=bare.weight.detach().numpy())
     assert torch.equal(*(detector.fit_features(z, y).predict_features(x) for detector in (one, other)))
+
+
+def test_it_shows_what_it_is_and_how_much_it_shrinks(blobs):
+    z, y, _ = blobs
+    detector = FusedRMD().fit_features(z, y)
+    assert repr(detector) == "<FusedRMD() fitted: 5 classes, 12 features>"
+    assert detector.intensity == RMD(shrinkage="oas").fit_features(z, y).intensity > 0
+
+
+def test_a_head_whose_energy_is_constant_is_named(blobs):
+    z, y, x = blobs
+    with pytest.warns(NumericalWarning, match="energy of the head is the same for all samples and adds nothing"):
+        detector = FusedRMD(head=nn.Linear(12, 1)).fit_features(z, y)
+    assert not detector.members(x).energy.any()
 
 
 def test_the_head_is_read_at_each_fit_and_only_then(blobs):
@@ -157,6 +171,7 @@ def test_the_head_is_read_at_each_fit_and_only_then(blobs):
         ({"b": torch.ones(5)}, ValueError, "as head=, or as w= and b="),
         ({"w": torch.ones(12)}, ValueError, r"w of shape \(C, D\) and b of shape \(C,\), got \(12,\) and None"),
         ({"w": torch.ones(5, 12), "b": torch.ones(4)}, ValueError, r"got \(5, 12\) and \(4,\)"),
+        ({"w": [[1, 2], [3, 4]]}, TypeError, "w of floating-point numbers, got torch.int64"),
         ({"seed": -1}, ValueError, "seed must be an integer of at least 0"),
     ],
 )

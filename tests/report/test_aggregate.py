@@ -150,6 +150,24 @@ def test_less_is_better_for_times(sweep):
         summarise(runs, metric="AUC")
 
 
+def test_fewer_false_alarms_are_better_and_thresholds_are_not_compared(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    decided = {"rmd": (0.07, 12.0), "knn": (0.04, 0.3)}
+    rows = rows_of({"rmd": 0.9, "knn": 0.8})
+    for name, (alarms, threshold) in decided.items():
+        rows.append(Row("digits", "", "mlp", name, 0, "false_alarms@0.05", alarms))
+        rows.append(Row("digits", "", "mlp", name, 0, "threshold@0.05", threshold))
+    rows.append(Row("digits", "", "mlp", "msp", 0, "false_alarms@0.05", math.nan).failed("too few", "skipped"))
+    with folder.running(config=None, about={"benchmark": "digits", "backbone": "mlp", "seed": 0}, command="rmd-train"):
+        folder.write_rows(rows)
+    runs = gather_runs([tmp_path])
+    assert summarise(runs, metric="false_alarms@0.05").ordered() == ["knn", "rmd"]
+    with pytest.raises(ValueError, match=r"there are AUROC, false_alarms@0\.05, fit_seconds"):
+        summarise(runs, metric="threshold@0.05")
+    [table] = overall_tables(summarise(runs))
+    assert any("MSP without decisions in 1 of 1 runs (too few)" in note for note in table.notes)
+
+
 def test_what_is_not_done_is_named_and_the_rest_stands(sweep, tmp_path):
     folder, _ = sweep
     with pytest.raises(RuntimeError), RunFolder(folder / "7").running(about={"benchmark": "digits", "seed": 7}):

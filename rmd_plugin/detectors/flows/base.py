@@ -35,7 +35,7 @@ from rmd_plugin.detectors.flows.scoring import (
     project,
 )
 from rmd_plugin.detectors.flows.spec import FlowSpec, Kind, Parameters
-from rmd_plugin.detectors.functional import warn_numerical
+from rmd_plugin.detectors.functional import listed, warn_numerical
 from rmd_plugin.detectors.mahalanobis import RMD
 from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.detectors.shrinkage import Shrinkage, ShrinkingDetector
@@ -222,8 +222,7 @@ class FlowDetector(ShrinkingDetector):
                 return "the background flow"
             if self.sharing == "conditional" and flows is fit.diverged:
                 return "the conditional flow"
-            shown = ", ".join(str(int(labels[flow])) for flow in flows[:8])
-            return f"class{'es' if len(flows) > 1 else ''} {shown}{', ...' if len(flows) > 8 else ''}"
+            return f"class{'es' if len(flows) > 1 else ''} {listed(labels[flows].tolist())}"
 
         if fit.skipped:
             message = f"fewer than {MIN_SAMPLES} samples, no flow is trained and the Gaussian is used"

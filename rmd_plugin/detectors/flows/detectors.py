@@ -49,7 +49,8 @@ class RelativeFlow(FlowDetector):
         background: p_0, ``"flow"``, trained on all classes, or ``"gaussian"``, the one of RMD. A flow that fits well
             makes of the ratio a class posterior, which no longer tells how far a sample is from all classes. Beside a
             Gaussian, log p_k is at most that of the class's Gaussian plus what its flow has gained over it on held-out
-            samples: flows learn heavy tails, and next to thin ones whatever is far away would look in-distribution.
+            samples (with one flow for all classes, on those of all): flows learn heavy tails, and next to thin ones
+            whatever is far away would look in-distribution.
 
     All other options, with other defaults for ``space`` and ``sharing``: :class:`FlowDetector`.
 
