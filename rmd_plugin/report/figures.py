@@ -244,7 +244,8 @@ def cost_figure(summary: Summary) -> Figure | None:
             axes.plot(x, y, "o", color=style.colour(name), markersize=9 if name in OURS else 6)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xlabel(f"time to score the test sets, {label(summary.reference)} = 1")
-        axes.set_ylabel(f"{summary.metric} (%), mean over {len(summary.groups)} benchmarks")
+        on = " on near-OOD" if all("near" in sets.values() for sets in summary.sets.values()) else ""
+        axes.set_ylabel(f"{summary.metric} (%){on}, mean over {len(summary.groups)} benchmarks")
         axes.margins(x=0.12, y=0.06)
         style.quiet_grid(axes)
         figure.draw_without_rendering()  # places are known from here on
