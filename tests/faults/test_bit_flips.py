@@ -18,7 +18,7 @@ FAMILIES = {
     "mahalanobis": Mahalanobis,
     "marginal": MarginalMahalanobis,
     "partial": lambda: PartialMahalanobis(components=2),
-    "fused": lambda: FusedRMD(w=torch.ones(3, 4)),
+    "fused": lambda: FusedRMD(w=torch.eye(3, 4)),
     "likelihood": lambda: FlowLikelihood(**QUICK),
     "relative": lambda: RelativeFlow(space="features", background="flow", sharing="per_class", **QUICK),
     "conditional": lambda: RelativeFlow(**QUICK),
