@@ -63,7 +63,7 @@ class StatefulDetector(FeaturesDetector):
 
     @abstractmethod
     def _build_module(self, dtype: torch.dtype) -> nn.Module:
-        """Scoring module with ``forward`` -> (B,) and ``class_scores`` -> (B, K')."""
+        """Scoring module with ``forward`` -> (B,), ``class_scores`` -> (B, K') and ``scored`` -> (B,), (B,)."""
 
     @abstractmethod
     def _score_dtype(self, dtype: torch.dtype, *, classes: bool = False) -> torch.dtype:
@@ -180,13 +180,19 @@ class StatefulDetector(FeaturesDetector):
 
     def nearest_class(self, z: Tensor) -> Tensor:
         """Label of the class with the smallest score, shape (B,), of features of shape (B, D) or (B, C, H, W)."""
+        return self.scored_classes(z)[1]
 
-        def nearest(module: nn.Module, rows: Tensor) -> Tensor:
-            scores: Tensor = module.class_scores(rows)  # type: ignore[operator]
-            return scores.argmin(1)
+    def scored_classes(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """What :meth:`predict_features` and :meth:`nearest_class` give, in one pass."""
+        labels, places = self._require_classes(), []
 
-        # inside a chunk: the (B, K) scores of all samples never exist at once
-        return self._require_classes()[self._map_chunks(z, nearest)]
+        def score(module: nn.Module, rows: Tensor) -> Tensor:
+            scores, place = module.scored(rows)  # type: ignore[operator]
+            places.append(place)
+            return cast(Tensor, scores)
+
+        scores = self._map_chunks(z, score)
+        return scores, labels[torch.cat(places)]
 
     def _map_chunks(self, z: Tensor, score: Callable[[nn.Module, Tensor], Tensor], *, classes: bool = False) -> Tensor:
         """Apply the scoring module to row chunks that fit the cache (or, on a GPU, its memory)."""

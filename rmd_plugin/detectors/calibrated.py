@@ -288,6 +288,9 @@ class Calibrated(Detector):
 
     def _scored(self, kind: _Kind, values: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scores of shape (B,), and the classes if they are needed."""
+        if self.per_class and kind == "features" and isinstance(self.detector, StatefulDetector):
+            with suppress(NotImplementedError), torch.inference_mode(False):  # raised by a detector without classes
+                return self.detector.scored_classes(values)
         predict = getattr(self.detector, _PREDICT[kind], None)
         if predict is None:
             raise TypeError(f"{type(self.detector).__name__} does not score {kind}.")
@@ -302,9 +305,6 @@ class Calibrated(Detector):
     def _classes(self, kind: _Kind, values: Tensor) -> Tensor:
         if kind == "logits":
             return values.argmax(1)
-        if kind == "features" and isinstance(self.detector, StatefulDetector):
-            with suppress(NotImplementedError):  # a detector without classes
-                return self.detector.nearest_class(values)
         raise ValueError(
             f"per_class=True needs a detector with nearest_class() or one on logits, which "
             f"{type(self.detector).__name__} on {kind} is not. Use per_class=False."

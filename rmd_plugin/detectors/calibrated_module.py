@@ -26,19 +26,19 @@ class LogitsScore(nn.Module):
         scores: Tensor = self._predict(self._detector, logits)
         return scores
 
-    def class_scores(self, logits: Tensor) -> Tensor:
-        """The smallest is that of the predicted class, shape (B, C)."""
-        return -logits
+    def scored(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores, and the predicted classes, both of shape (B,)."""
+        return self(logits), logits.argmax(1)
 
 
 class CalibratedScore(nn.Module):
     """Score, p-value and decision of features or logits as one graph, without what only runs in Python.
 
     Args:
-        score: maps features or logits to scores (B,); for a calibration per class it has ``class_scores``.
+        score: maps features or logits to scores (B,); for a calibration per class it has ``scored``.
         calibration: of those scores.
         threshold: above which a sample is OOD; one for each class, shape (K,), if there are classes.
-        known: label of each column of the class scores; None if they are 0, ..., K - 1.
+        known: label of each place that ``scored`` gives; None if they are 0, ..., K - 1.
     """
 
     size: Tensor
@@ -75,12 +75,12 @@ class CalibratedScore(nn.Module):
 
     def forward(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, p-values (float64) and decisions (bool), each of shape (B,)."""
-        scores = self.score(values)
+        scores, place = self.score.scored(values) if self.per_class else (self.score(values), None)  # type: ignore[operator]
         wide = scores.double()
         ranks = _search(self.scores, wide)
         above, size, threshold = self.at_least[ranks], self.size, self.threshold
         if self.per_class:
-            classes = self.known[self.score.class_scores(values).argmin(1)]  # type: ignore[operator]
+            classes = self.known[place]
             # NaN ranks lie behind all others
             keys = classes * self.stride + ranks.clamp(max=self.stride - 1)
             own = self.class_at_least[_search(self.keys, keys)] - self.past[classes]

@@ -173,9 +173,9 @@ def class_quadratics(u: Tensor, weights: Tensor, points: Tensor, offsets: Tensor
     return torch.addmm(offsets, u, points.T, alpha=-2) + (u.square() @ weights).unsqueeze(1)
 
 
-def nearest_point(u: Tensor, points: Tensor, offsets: Tensor) -> Tensor:
-    """Point of the class whose :func:`class_quadratics` are smallest, of each sample, shape (B, q)."""
-    return points[torch.addmm(offsets, u, points.T, alpha=-2).argmin(dim=1)]
+def nearest(u: Tensor, points: Tensor, offsets: Tensor) -> Tensor:
+    """Place of the class whose :func:`class_quadratics` are smallest, of each sample, shape (B,)."""
+    return torch.addmm(offsets, u, points.T, alpha=-2).argmin(dim=1)
 
 
 def unit_length(z: Tensor) -> Tensor:

@@ -66,14 +66,18 @@ class FusedScore(Coordinates):
 
         The largest number of the dtype where a score of finite features overflows; NaN for NaN and infinite features.
         """
+        return self.scored(z)[0]
+
+    def scored(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores, and the places of the nearest classes, both of shape (B,)."""
         with full_precision(z):
-            members, finite = self._nearest_members(z)
-            return saturated(members[0] + members[1] + members[2], finite)
+            members, place, finite = self._nearest_members(z)
+            return saturated(members[0] + members[1] + members[2], finite), place
 
     def members(self, z: Tensor) -> Tensor:
         """The three terms of the score, shape (B, 3)."""
         with full_precision(z):
-            members, finite = self._nearest_members(z)
+            members, _, finite = self._nearest_members(z)
             return saturated(torch.stack(members, 1), finite.unsqueeze(1))
 
     def class_scores(self, z: Tensor) -> Tensor:
@@ -85,11 +89,12 @@ class FusedScore(Coordinates):
             members = self._members(inner + rest.unsqueeze(1), inner - background, energy.unsqueeze(1))
             return saturated(members[0] + members[1] + members[2], finite.unsqueeze(1))
 
-    def _nearest_members(self, z: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    def _nearest_members(self, z: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
         low, rest, near, energy, finite = self._parts(z)
+        place = near.argmin(1)
         # not the smallest of near: its large terms cancel where classes lie far apart
-        inner = (low - self.points[near.argmin(1)]).square().sum(1)
-        return self._members(inner + rest, inner - low.square() @ self.complement, energy), finite
+        inner = (low - self.points[place]).square().sum(1)
+        return self._members(inner + rest, inner - low.square() @ self.complement, energy), place, finite
 
     def _parts(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Coordinates ``low`` of shape (B, r), in which the class means differ, and what follows from all of them.

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from rmd_plugin.detectors.functional import (
     class_quadratics,
     full_precision,
-    nearest_point,
+    nearest,
     oas_shrinkage,
     saturated,
     shrink,
@@ -133,11 +133,16 @@ class QuadraticScore(Coordinates):
 
         The largest number of the dtype where a score of finite features overflows; NaN for NaN and infinite features.
         """
+        return self.scored(z)[0]
+
+    def scored(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores, and the places of the nearest classes, both of shape (B,)."""
         with full_precision(z):
             u, finite = self._project(z)
+            place = nearest(u, self.points, self.offsets)
             # without the large terms of class_quadratics, which cancel where classes lie far apart
-            distance = (u - nearest_point(u, self.points, self.offsets)).square().sum(1)
-            return saturated(distance - u.square() @ self.complement, finite)
+            distance = (u - self.points[place]).square().sum(1)
+            return saturated(distance - u.square() @ self.complement, finite), place
 
     def class_scores(self, z: Tensor) -> Tensor:
         """Score of every class point, shape (B, K)."""
@@ -149,7 +154,7 @@ class QuadraticScore(Coordinates):
         """Terms of the score along each direction, shape (B, q)."""
         with full_precision(z):
             u, finite = self._project(z)
-            distances = (u - nearest_point(u, self.points, self.offsets)).square()
+            distances = (u - self.points[nearest(u, self.points, self.offsets)]).square()
             return saturated(distances - u.square() * self.complement, finite.unsqueeze(1))
 
 

@@ -144,6 +144,17 @@ def test_each_class_has_its_own_threshold_and_small_ones_share_that_of_all():
         found.is_ood_features(z, 0.001)
 
 
+@pytest.mark.filterwarnings("ignore:2 of 7 classes have no sample")
+@pytest.mark.parametrize("make", [RMD, Mahalanobis, FusedRMD, lambda: RMD(covariance="diagonal")])
+def test_score_and_nearest_class_come_from_one_pass_as_from_two(make):
+    z, y, x = make_blobs(per_class=100)
+    detector = make().fit_features(z, y + 2 * (y > 2))  # classes 3 and 4 have no sample
+    scores, labels = detector.scored_classes(x)
+    assert torch.equal(scores, detector.predict_features(x))
+    assert torch.equal(labels, detector.class_scores(x).argmin(1))
+    assert set(labels.tolist()) == {0, 1, 2, 5, 6}
+
+
 def test_two_detectors_may_share_the_collected_scores():
     z, y, _ = make_blobs(per_class=100)
     rmd = RMD().fit_features(z, y)

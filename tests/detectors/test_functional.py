@@ -3,7 +3,7 @@ import pytest
 import torch
 from sklearn.covariance import OAS, shrunk_covariance
 
-from rmd_plugin.detectors.functional import class_quadratics, nearest_point, oas_shrinkage, shrink, whiten
+from rmd_plugin.detectors.functional import class_quadratics, nearest, oas_shrinkage, shrink, whiten
 from rmd_plugin.encoding.features import pool_features
 
 
@@ -71,4 +71,4 @@ def test_quadratics_with_unit_weights_are_squared_distances():
     offsets, ones = points.square().sum(1), torch.ones(4, dtype=torch.float64)
     expected = torch.cdist(u, points).square()
     torch.testing.assert_close(class_quadratics(u, ones, points, offsets), expected)
-    torch.testing.assert_close((u - nearest_point(u, points, offsets)).square().sum(1), expected.amin(1))
+    assert torch.equal(nearest(u, points, offsets), expected.argmin(1))

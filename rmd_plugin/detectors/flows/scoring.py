@@ -111,6 +111,11 @@ class FlowScore(nn.Module):
         """Scores of shape (B,) for features of shape (B, D) or maps of shape (B, C, H, W); higher is more OOD."""
         return self.class_scores(z).amin(1)
 
+    def scored(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores, and the places of the nearest classes, both of shape (B,)."""
+        scores, place = self.class_scores(z).min(1)
+        return scores, place
+
     def class_scores(self, z: Tensor) -> Tensor:
         """Score of every class, shape (B, K): -log p_k, or log p_0 - log p_k."""
         u = self.whiten(z)
