@@ -103,11 +103,12 @@ class FusedScore(Coordinates):
         """
         centred, finite = self._centre(z)
         u = torch.addmm(self.bias, centred, self.projection)
-        low = u[:, : self.rank]
+        # not slices, whose open ends torch 2.6 cannot export for any batch size
+        low, high = u.split([self.rank, u.shape[1] - self.rank], 1)
         near = torch.addmm(self.offsets, low, self.points.T, alpha=-2)
         # a product of its own: a matrix of D + C columns takes longer than two that fit the caches
         logits = torch.addmm(self.head_bias, centred, self.head.T) if self.has_head else -near / 2
-        return low, u[:, self.rank :].square().sum(1), near, _energy(logits), finite
+        return low, high.square().sum(1), near, _energy(logits), finite
 
     def _members(self, distance: Tensor, relative: Tensor, energy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The three terms from MD_k, MD_k - MD_0 and the energy."""
