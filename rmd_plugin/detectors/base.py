@@ -191,8 +191,7 @@ class StatefulDetector(FeaturesDetector):
             places.append(place)
             return cast(Tensor, scores)
 
-        scores = self._map_chunks(z, score)
-        return scores, labels[torch.cat(places)]
+        return self._map_chunks(z, score), labels[torch.cat(places)]
 
     def _map_chunks(self, z: Tensor, score: Callable[[nn.Module, Tensor], Tensor], *, classes: bool = False) -> Tensor:
         """Apply the scoring module to row chunks that fit the cache (or, on a GPU, its memory)."""
