@@ -56,7 +56,7 @@ def decode_picture(content: bytes, path: str | os.PathLike[str] = "the picture")
             with Image.open(io.BytesIO(content)) as opened:
                 check_size(path, 3 * opened.width * opened.height, _MAX_PIXELS)
                 opened.load()
-                return _as_rgb(ImageOps.exif_transpose(opened))
+                return upright_rgb(opened)
     except DataFormatError:
         raise
     except Exception as error:  # the decoders raise nearly every kind on garbage
@@ -64,7 +64,9 @@ def decode_picture(content: bytes, path: str | os.PathLike[str] = "the picture")
         raise DataFormatError(Path(path), f"is not a readable picture: {reason}") from None
 
 
-def _as_rgb(image: Image.Image) -> Image.Image:
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """A picture that was opened elsewhere, by the same rules."""
+    image = ImageOps.exif_transpose(image)
     if image.mode == "P":  # its transparency would be lost with a warning
         image = image.convert("RGBA")
     if image.mode.startswith("I"):

@@ -1,9 +1,11 @@
 """The common shape of every backbone: an encoder, a linear head, transforms, and weights that load and hash."""
 
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, TypedDict
 
 import torch
@@ -71,6 +73,14 @@ class Backbone(nn.Module):
 
     encoder: nn.Module
     head: nn.Linear | None
+    made_with: dict[str, Any]  #: the arguments of the constructor by name, for a guard to make it from again
+
+    def __new__(cls, *values: Any, **options: Any) -> Self:
+        made = super().__new__(cls)
+        names = list(inspect.signature(cls.__init__).parameters)[1:]
+        # not by nn.Module, which is not set up yet
+        object.__setattr__(made, "made_with", dict(zip(names, values, strict=False)) | options)
+        return made
 
     def __init__(
         self,
@@ -196,6 +206,9 @@ class Backbone(nn.Module):
                 f"Pass num_classes={classes} (or null) for its head, or load_head=false for a new one "
                 "(pretrained_head=false where the weights came with the backbone)."
             )
+
+    def save_assets(self, folder: Path) -> None:
+        """Write what ``name`` must point to if the network is made again on another machine; here there is nothing."""
 
     def rename_key(self, name: str) -> str:
         """Translate an encoder name of another project's checkpoint; here it stays as it is."""

@@ -1,7 +1,7 @@
 """Text encoders through transformers: BERT and its relatives, from a folder, an installed package or the hub."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,11 @@ class BERT(Backbone):
             architecture={"name": name, "pooling": pooling},
             **shared,
         )
+
+    def save_assets(self, folder: Path) -> None:
+        """Write the config of the model and the tokenizer: a folder that ``name`` may point to."""
+        self.encoder.model.config.save_pretrained(folder)  # type: ignore[operator, union-attr]
+        cast(Tokenise, self.test_transform).tokenizer.save_pretrained(folder)
 
 
 def _local_folder(name: str) -> Path | None:

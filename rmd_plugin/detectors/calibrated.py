@@ -252,6 +252,15 @@ class Calibrated(Detector):
         """
         return self._require_calibration().threshold(self.alpha if alpha is None else alpha, confidence)
 
+    def judge(self, values: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Scores, classes (None unless ``per_class``), p-values and decisions of features, or logits for their detectors.
+
+        In one pass; each of shape (B,).
+        """
+        scores, classes = self._scored("logits" if isinstance(self.detector, LogitsDetector) else "features", values)
+        decisions = self._is_ood(scores, classes, None, None)
+        return scores, classes, self._p_value(scores, classes, None), decisions
+
     def _p_value(self, scores: Tensor, classes: Tensor | None, generator: torch.Generator | None) -> Tensor:
         return self._require_calibration().p_value(scores, classes, generator=generator)
 

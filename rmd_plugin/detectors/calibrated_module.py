@@ -38,7 +38,7 @@ class CalibratedScore(nn.Module):
         score: maps features or logits to scores (B,); for a calibration per class it has ``scored``.
         calibration: of those scores.
         threshold: above which a sample is OOD; one for each class, shape (K,), if there are classes.
-        known: label of each place that ``scored`` gives; None if they are 0, ..., K - 1.
+        known: label of each place that ``scored`` gives; None for a detector on logits, or without classes.
     """
 
     size: Tensor
@@ -58,36 +58,48 @@ class CalibratedScore(nn.Module):
     ) -> None:
         super().__init__()
         self.score, self.per_class = score, calibration.classes is not None
+        self.on_logits = isinstance(score, LogitsScore)
+        if known is not None:
+            self.register_buffer("known", known)
         self.register_buffer("size", torch.tensor(len(calibration)))
         self.register_buffer("scores", _padded(calibration.scores, torch.inf))
         self.register_buffer("at_least", _padded(calibration.at_least, 0))
         self.register_buffer("threshold", torch.as_tensor(threshold, dtype=torch.float64))
         if self.per_class:
             keys, at_least = calibration.class_keys
-            classes = torch.arange(len(calibration.overcount))
             self.stride = len(calibration.scores) + 1
             self.register_buffer("keys", _padded(keys, torch.iinfo(torch.long).max))
             self.register_buffer("class_at_least", _padded(at_least, 0))
             self.register_buffer("past", calibration.class_past)
-            self.register_buffer("known", classes if known is None else known)
             self.register_buffer("pooled", calibration.pooled_classes)
             self.register_buffer("sizes", calibration.class_sizes)
 
     def forward(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, p-values (float64) and decisions (bool), each of shape (B,)."""
-        scores, place = self.score.scored(values) if self.per_class else (self.score(values), None)  # type: ignore[operator]
+        scores, _, p_values, decisions = self.judge(values)
+        return scores, p_values, decisions
+
+    def judge(self, values: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """The same with the labels of the nearest classes in the second place; None for a detector without classes."""
+        classes = None
+        if self.on_logits:
+            scores, classes = self.score.scored(values)  # type: ignore[operator]
+        elif hasattr(self, "known"):
+            scores, place = self.score.scored(values)  # type: ignore[operator]
+            classes = self.known[place]
+        else:
+            scores = self.score(values)
         wide = scores.double()
         ranks = _search(self.scores, wide)
         above, size, threshold = self.at_least[ranks], self.size, self.threshold
-        if self.per_class:
-            classes = self.known[place]
+        if classes is not None and self.per_class:
             # NaN ranks lie behind all others
             keys = classes * self.stride + ranks.clamp(max=self.stride - 1)
             own = self.class_at_least[_search(self.keys, keys)] - self.past[classes]
             few = self.pooled[classes]
             above, size = torch.where(few, above, own), torch.where(few, size, self.sizes[classes])
             threshold = threshold[classes]
-        return scores, (1 + above).double() / (size + 1), ~(wide <= threshold)
+        return scores, classes, (1 + above).double() / (size + 1), ~(wide <= threshold)
 
 
 def _padded(table: Tensor, value: float) -> Tensor:
