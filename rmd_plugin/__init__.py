@@ -17,6 +17,7 @@ _EXPORTS = {
     "ClassMoments": "detectors.class_moments",
     "FlowLikelihood": "detectors.flows.detectors",
     "FusedRMD": "detectors.fused",
+    "Guard": "guard.guard",
     "Mahalanobis": "detectors.mahalanobis",
     "MarginalMahalanobis": "detectors.mahalanobis",
     "Moments": "detectors.moments",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from rmd_plugin.detectors.fused import FusedRMD
     from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis
     from rmd_plugin.detectors.moments import Moments
+    from rmd_plugin.guard.guard import Guard
     from rmd_plugin.monitor.callback import OODMonitor
 
 __getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

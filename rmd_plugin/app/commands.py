@@ -1,4 +1,4 @@
-"""The entry points ``rmd-train`` and ``rmd-compare``. Imports nothing heavy, so that ``--help`` takes a second."""
+"""The entry points ``rmd-train``, ``rmd-compare`` and ``rmd-fit``. Imports nothing heavy, so that ``--help`` takes a second."""
 
 from __future__ import annotations
 
@@ -47,6 +47,15 @@ def _compare(cfg: DictConfig) -> None:
         compare(cfg)
 
 
+@hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
+def _fit(cfg: DictConfig) -> None:
+    logging.setLogRecordFactory(_plain_record)
+    with one_clear_error("rmd-fit"):
+        from rmd_plugin.app.fit import fit
+
+        fit(cfg)
+
+
 def train() -> None:
     """Train a backbone on a benchmark, watch and compare its detectors, write a report.
 
@@ -61,6 +70,11 @@ def compare() -> None:
     Nothing is given back to sweepers that search: the numbers are of test data, and nobody should tune on those.
     """
     run_command(_compare, "rmd-compare")
+
+
+def fit() -> None:
+    """Fit and calibrate one detector behind a network, and write both as a guard: one folder that can be deployed."""
+    run_command(_fit, "rmd-fit")
 
 
 def run_command(main: Callable[[], object], name: str) -> None:

@@ -46,14 +46,14 @@ def compare(cfg: DictConfig) -> None:
     logging.getLogger("pytorch_ood").setLevel(logging.WARNING)
     folder = RunFolder(cfg.paths.output_dir)
     with folder.running(config=repeatable(cfg, "compare"), about=about(cfg), command=current_command("rmd-compare")):
-        _check_required(cfg)
+        check_required(cfg)
         device = choose_device(str(cfg.device))
         benchmark = make_benchmark(cfg)
         num_classes = benchmark.num_classes if cfg.head == "own" else None
         backbone = make_backbone(cfg, benchmark, num_classes=num_classes)
         check_backbone_takes(cfg, backbone, benchmark)
         extractor = make_extractor(cfg, benchmark, backbone, device)
-        result = evaluate(cfg, extractor, folder, remark=_remark(cfg, backbone))
+        result = evaluate(cfg, extractor, folder, remark=untrained_remark(cfg, backbone))
         print(f"Written to {folder.path}")
         if result.interrupted:
             raise KeyboardInterrupt
@@ -82,11 +82,16 @@ def evaluate(cfg: DictConfig, extractor: Extractor, folder: RunFolder, *, remark
             file.write("\n".join(map(render, tables)))
     if cfg.figures and result.scores:
         _draw(result, folder)
-    console = Console(width=None if sys.stdout.isatty() else 200)  # into a file or pipe at full width
+    console = Console(width=console_width())
     for table in tables:
         console.print(to_terminal(table, width=console.width))
     _keep_detectors(result, folder)
     return result
+
+
+def console_width() -> int | None:
+    """Width of what is printed: that of the terminal; into a file or pipe at full width."""
+    return None if sys.stdout.isatty() else 200
 
 
 def _keep_detectors(result: Comparison, folder: RunFolder) -> None:
@@ -131,7 +136,8 @@ def _draw(result: Comparison, folder: RunFolder) -> None:
             save_figure(figure, folder.file("figures") / name)
 
 
-def _check_required(cfg: DictConfig) -> None:
+def check_required(cfg: DictConfig) -> None:
+    """Refuse a config that leaves open what benchmark and backbone must be told."""
     # the number of input features is found from the data
     missing = sorted(OmegaConf.missing_keys(cfg.benchmark) | OmegaConf.missing_keys(cfg.backbone))
     if missing := [key for key in missing if key != "backbone.in_features"]:
@@ -139,7 +145,8 @@ def _check_required(cfg: DictConfig) -> None:
         raise ValueError(f"{group}={cfg.names[group]} needs {' and '.join(missing)}: give {missing[0]}=VALUE.")
 
 
-def _remark(cfg: DictConfig, backbone: Backbone) -> str:
+def untrained_remark(cfg: DictConfig, backbone: Backbone) -> str:
+    """That the encoder is untrained, if it is; else nothing."""
     node = cfg.backbone
     trained = node.get("pretrained", False) or (cfg.checkpoint or node.get("checkpoint")) is not None
     has_weights = next(backbone.parameters(), None) is not None

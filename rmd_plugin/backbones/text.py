@@ -25,10 +25,11 @@ class TextEncoder(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Pooled features of shape (B, D) of token ids of shape (B, L)."""
         mask = ids != self.pad_id
-        # columns that are padding in every text cost time and change nothing
-        columns = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-        length = max(1, int((mask.any(dim=0) * columns).amax()))
-        ids, mask = ids[:, :length], mask[:, :length]
+        if not torch.compiler.is_compiling():  # a graph cannot look at its input, but may be given less of it
+            # columns that are padding in every text cost time and change nothing
+            columns = torch.arange(1, ids.shape[1] + 1, device=ids.device)
+            length = max(1, int((mask.any(dim=0) * columns).amax()))
+            ids, mask = ids[:, :length], mask[:, :length]
         hidden: Tensor = self.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
         if self.pooling == "cls":
             return hidden[:, 0]

@@ -102,12 +102,15 @@ def number_cells(
     ]
 
 
+def markdown_text(item: str) -> str:
+    """A text whose letters mean nothing to Markdown."""
+    # an underscore inside a word is harmless, and most names have one; ]( makes a link or loads a picture
+    return re.sub(r"([\\|*`<>]|(?<!\w)_|_(?!\w)|\](?=[(\[:]))", r"\\\1", item)
+
+
 def to_markdown(table: Table) -> str:
     """The table in Markdown (GitHub's), the best numbers in bold."""
-
-    def text(item: str) -> str:
-        # an underscore inside a word is harmless, and most names have one; ]( makes a link or loads a picture
-        return re.sub(r"([\\|*`<>]|(?<!\w)_|_(?!\w)|\](?=[(\[:]))", r"\\\1", item)
+    text = markdown_text
 
     def cell(item: Cell) -> str:
         main = f"**{text(item.text)}**" if item.bold and item.text else text(item.text)
