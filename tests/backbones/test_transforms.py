@@ -157,5 +157,5 @@ def test_random_steps_are_not_exported() -> None:
 
 @pytest.mark.parametrize("item", ["text", torch.ones(2, 8, 8), torch.ones(3, 8, 8, dtype=torch.long), torch.ones(8)])
 def test_items_that_are_no_pictures_are_refused(item: object) -> None:
-    with pytest.raises(TypeError, match="expected a PIL image.*Does this backbone fit the benchmark"):
+    with pytest.raises(TypeError, match=r"expected a PIL image.*Does this backbone fit the benchmark"):
         ImageTransform(16, **NONE)(item)
