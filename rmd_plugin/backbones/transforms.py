@@ -1,33 +1,42 @@
 """Raw items of a benchmark -> tensors that a backbone takes. Picklable, and their ``repr`` names every choice."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _INTERPOLATIONS = ("bilinear", "bicubic")
+# output pixels that are made by one matrix product: beyond their own few input pixels the filters are zero
+_BLOCK = 32
+# rows of a picture that are made floats at a time: they stay in the processor's cache
+_ROWS = 64
 
 
 @dataclass(frozen=True)
 class ImageTransform:
     """Resize, crop, augment if asked, scale to [0, 1] and normalise.
 
-    Takes a PIL image of any mode, or a float tensor (C, H, W) in [0, 1] with 1 or 3 channels, and returns a float
-    tensor (3, size, size). The shorter side becomes ``size / crop_pct``, then the centre is cropped: small pictures
-    whose object fills the frame, such as CIFAR, lose nothing with the default of 1.
+    Takes a PIL image of any mode, a uint8 tensor, or a float tensor in [0, 1], each (C, H, W) with 1 or 3 channels, and
+    returns a float tensor (3, size, size). The shorter side becomes ``size / crop_pct``, then the centre is cropped:
+    small pictures whose object fills the frame, such as CIFAR, lose nothing with the default of 1.
+
+    The antialiased resize is that of Pillow without its rounding to 8 bits, as two matrix products: the same numbers
+    here and in the exported :meth:`to_module`. A picture of the right size is not touched by it.
 
     Args:
-        size: height and width of the result.
+        size: height and width of the result; None leaves them as they are.
         mean: per channel, of pixels in [0, 1].
         std: per channel.
         augment: random horizontal flips and crops from a border of size/8, for training.
         crop_pct: part of the resized picture that the crop keeps.
         interpolation: ``bilinear`` or ``bicubic``.
+        squash: resize both sides to ``size / crop_pct``, whatever the shape of the picture.
 
     Example:
         >>> import torch
@@ -36,12 +45,13 @@ class ImageTransform:
         torch.Size([3, 16, 16])
     """
 
-    size: int
+    size: int | None
     mean: Sequence[float]
     std: Sequence[float]
     augment: bool = False
     crop_pct: float = 1.0
     interpolation: str = "bicubic"
+    squash: bool = False
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -49,39 +59,155 @@ class ImageTransform:
             raise ValueError(f"interpolation must be 'bilinear' or 'bicubic', got {self.interpolation!r}.")
         if not 0 < self.crop_pct <= 1:
             raise ValueError(f"crop_pct must lie in (0, 1], got {self.crop_pct}.")
+        if self.size is None and (self.augment or self.squash or self.crop_pct != 1):
+            raise ValueError("size=None leaves pictures as they are, without crop_pct, squash or augment. Give a size.")
         # plain tuples: a Hydra list would put its own class into the repr and so into the fingerprint
         for name in ("mean", "std"):
-            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+            values = tuple(float(value) for value in getattr(self, name))
+            if len(values) != 3 or (name == "std" and min(values) <= 0):
+                wanted = "numbers above 0" if name == "std" else "numbers"
+                raise ValueError(f"{name} must be three {wanted}, one for each of red, green, blue; got {values}.")
+            object.__setattr__(self, name, values)
 
-    @cached_property
-    def _geometry(self) -> Callable[[Any], Any]:
-        from torchvision import transforms as tv
-
-        steps: list[Callable[[Any], Any]] = [
-            tv.Resize(round(self.size / self.crop_pct), interpolation=tv.InterpolationMode(self.interpolation)),
-            tv.CenterCrop(self.size),
-        ]
-        if self.augment:
-            steps += [tv.RandomCrop(self.size, padding=max(1, self.size // 8)), tv.RandomHorizontalFlip()]
-        return tv.Compose(steps)
+    @property
+    def _edge(self) -> int:
+        """Length of the shorter side, before the crop."""
+        return round((self.size or 0) / self.crop_pct)
 
     def __call__(self, image: Any) -> Tensor:
         """Transform one raw image."""
-        from torchvision.transforms.functional import normalize, to_tensor
-
-        if isinstance(image, Tensor) and image.is_floating_point() and image.dim() == 3 and image.shape[0] in (1, 3):
-            pixels = self._geometry(image.expand(3, -1, -1))
-        elif hasattr(image, "convert"):
-            pixels = to_tensor(self._geometry(image.convert("RGB")))
+        if hasattr(image, "convert"):
+            pixels = torch.from_numpy(np.array(image if image.mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)
+        elif isinstance(image, Tensor) and image.dim() == 3 and image.shape[0] in (1, 3):
+            pixels = image.expand(3, -1, -1)
         else:
+            pixels = None
+        if pixels is None or not (pixels.dtype == torch.uint8 or pixels.is_floating_point()):
             what = type(image).__name__
             if isinstance(image, Tensor):
                 what = f"tensor {tuple(image.shape)} of {image.dtype}"
             raise TypeError(
-                f"expected a PIL image or a float tensor (C, H, W) with 1 or 3 channels, got {what}. "
-                "Does this backbone fit the benchmark?"
+                "expected a PIL image, or a float or uint8 tensor (C, H, W) with 1 or 3 channels, "
+                f"got {what}. Does this backbone fit the benchmark?"
             )
-        return normalize(pixels, self.mean, self.std)
+        peak = 255.0 if pixels.dtype == torch.uint8 else 1.0
+        pixels = self._geometry(pixels, peak).div(peak)
+        if self.augment and self.size is not None:
+            from torchvision import transforms as tv
+
+            steps = tv.RandomCrop(self.size, padding=max(1, self.size // 8)), tv.RandomHorizontalFlip()
+            pixels = tv.Compose(steps)(pixels)
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
+        return pixels.sub(mean).div(std)
+
+    def _geometry(self, pixels: Tensor, peak: float) -> Tensor:
+        """Resize and crop a picture (3, H, W) with values in [0, peak], as float32."""
+        height, width = pixels.shape[1:]
+        if self.size is None:
+            return _as_float(pixels)
+        if (height == width or not self.squash) and min(height, width) == self._edge:
+            top, left = round((height - self.size) / 2), round((width - self.size) / 2)
+            return _as_float(pixels[:, top : top + self.size, left : left + self.size])
+        down, across = _cached_filters(height, width, replace(self, augment=False))
+        # the width first and a clamp after each step, as Pillow does for 8 bits
+        halves = []
+        for rows in pixels.split(_ROWS, dim=1):
+            rows = _as_float(rows)
+            halves.append(torch.cat([rows[:, :, part] @ block.T for part, block in across], dim=2))
+        half = torch.cat(halves, dim=1).clamp(0, peak)
+        return torch.cat([block @ half[:, part] for part, block in down], dim=1).clamp(0, peak)
+
+    def filters(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Matrices (size, H) and (size, W) that resize and crop: ``out = down @ picture @ across.T``.
+
+        Lengths are tensors all along, so that an exported graph takes pictures of any size.
+
+        Args:
+            rows: 0, 1, ..., H - 1 in float64.
+            columns: 0, 1, ..., W - 1 in float64.
+        """
+        height, width = rows.amax(dim=0) + 1, columns.amax(dim=0) + 1
+        shorter = torch.minimum(height, width)
+        made = []
+        for places, length in ((rows, height), (columns, width)):
+            resized = torch.floor(self._edge * length / (length if self.squash else shorter))
+            made.append(_filter(places, length, resized, self.size or 0, self.interpolation))
+        return made[0], made[1]
+
+    def to_module(self) -> nn.Module:
+        """The same as a module: uint8 (B, 3, H, W) of any height and width -> float32 (B, 3, size, size).
+
+        ``torch.export`` and ONNX take it with batch, height and width left open.
+        """
+        if self.augment:
+            raise ValueError("augmentation is random and cannot be exported: take the test transform.")
+        return _Preprocessing(self)
+
+
+def _as_float(pixels: Tensor) -> Tensor:
+    return pixels.to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def _filter(places: Tensor, length: Tensor, resized: Tensor, size: int, interpolation: str) -> Tensor:
+    """Weights (size, n) of the n input pixels for each output pixel that a centre crop of a resized axis keeps.
+
+    The filter of Pillow and of ``torch.nn.functional.interpolate(antialias=True)``: a triangle, or Keys' cubic with
+    a = -1/2, stretched where the axis is made shorter, and cut at the border.
+    """
+    offset = torch.round((resized - size) / 2)
+    scale = length / resized
+    # float64: centres at 4,000 pixels would be off by 2e-4 of a pixel
+    centre = (torch.arange(size, dtype=torch.float64, device=places.device) + offset + 0.5) * scale
+    distance = ((places + 0.5 - centre.unsqueeze(1)) / scale.clamp(min=1.0)).abs()
+    if interpolation == "bilinear":
+        weight = (1 - distance).clamp(min=0.0)
+    else:
+        near = (1.5 * distance - 2.5) * distance * distance + 1
+        far = -0.5 * (((distance - 5) * distance + 8) * distance - 4)
+        weight = torch.where(distance < 1, near, torch.where(distance < 2, far, torch.zeros_like(far)))
+    return (weight / weight.sum(dim=1, keepdim=True)).to(torch.float32)
+
+
+_Blocks = list[tuple[slice, Tensor]]
+
+
+@lru_cache(maxsize=8)  # pictures of a benchmark often have one size
+def _cached_filters(height: int, width: int, transform: ImageTransform) -> tuple[_Blocks, _Blocks]:
+    """The matrices of a transform in blocks of rows, each with the input pixels that it reads."""
+    both = transform.filters(*(torch.arange(length, dtype=torch.float64) for length in (height, width)))
+    return _blocks(both[0]), _blocks(both[1])
+
+
+def _blocks(matrix: Tensor) -> _Blocks:
+    made = []
+    for block in matrix.split(_BLOCK):
+        used = block.any(dim=0).nonzero()
+        part = slice(int(used.min()), int(used.max()) + 1)
+        made.append((part, block[:, part].contiguous()))
+    return made
+
+
+class _Preprocessing(nn.Module):
+    """An :class:`ImageTransform` for a batch of raw pictures."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, transform: ImageTransform) -> None:
+        super().__init__()
+        self.transform = transform
+        for name in ("mean", "std"):
+            values = torch.tensor(getattr(transform, name)).view(3, 1, 1)
+            self.register_buffer(name, values, persistent=False)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """Prepared pictures (B, 3, size, size) of raw ones, uint8 of shape (B, 3, H, W)."""
+        pixels = pictures.to(torch.float32)
+        if self.transform.size is not None:
+            places = (torch.arange(n, dtype=torch.float64, device=pixels.device) for n in pixels.shape[2:])
+            down, across = self.transform.filters(*places)
+            pixels = (down @ (pixels @ across.T).clamp(0, 255)).clamp(0, 255)
+        return (pixels.div(255) - self.mean).div(self.std)
 
 
 class TransformPair(TypedDict):

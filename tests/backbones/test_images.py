@@ -175,21 +175,6 @@ def test_a_transform_pickles_and_names_its_choices() -> None:
     assert "size=16" in repr(transform)
 
 
-@pytest.mark.parametrize(
-    "item", ["a text", torch.rand(8, 8), torch.rand(2, 8, 8), torch.zeros(3, 8, 8, dtype=torch.long)]
-)
-def test_what_is_no_picture_is_refused(item: object) -> None:
-    with pytest.raises(TypeError, match="Does this backbone fit the benchmark"):
-        ImageTransform(16, (0.5,) * 3, (0.5,) * 3)(item)
-
-
-def test_impossible_transforms_are_refused() -> None:
-    with pytest.raises(ValueError, match="interpolation"):
-        ImageTransform(16, (0.5,) * 3, (0.5,) * 3, interpolation="magic")
-    with pytest.raises(ValueError, match="crop_pct"):
-        ImageTransform(16, (0.5,) * 3, (0.5,) * 3, crop_pct=0.0)
-
-
 @pytest.mark.slow
 def test_the_small_cnn_learns_the_digits() -> None:
     torch.manual_seed(0)
