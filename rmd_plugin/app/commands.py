@@ -1,4 +1,4 @@
-"""The entry points ``rmd-train``, ``rmd-compare`` and ``rmd-fit``. Imports nothing heavy, so that ``--help`` takes a second."""
+"""The entry points of ``rmd-train``, ``rmd-compare``, ``rmd-fit``. Imports nothing heavy: ``--help`` takes a second."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ from rmd_plugin.compare.comparison import Comparison
 from rmd_plugin.compare.comparison import compare as compare_detectors
 from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor
 from rmd_plugin.compare.rows import ACCURACY, AUROC, DETECTED, FALSE_ALARMS, Row, at_level, select
-from rmd_plugin.detectors.calibrated import Calibrated
 from rmd_plugin.guard.export import GuardGraph, require_onnx
 from rmd_plugin.guard.folder import check_target
 from rmd_plugin.guard.guard import Guard
@@ -106,7 +105,7 @@ def make_guard(extractor: Extractor, result: Comparison, name: str) -> Guard:
     classes = benchmark.class_names or [str(label) for label in range(benchmark.num_classes)]
     return Guard(
         backbone,
-        cast(Calibrated, detector),
+        detector,
         classes,
         transform=None if isinstance(raw, Tensor) else transform,
         input_shape=shape,

@@ -75,7 +75,7 @@ class Backbone(nn.Module):
     head: nn.Linear | None
     made_with: dict[str, Any]  #: the arguments of the constructor by name, for a guard to make it from again
 
-    def __new__(cls, *values: Any, **options: Any) -> Self:
+    def __new__(cls, *values: Any, **options: Any) -> Self:  # noqa: D102
         made = super().__new__(cls)
         names = list(inspect.signature(cls.__init__).parameters)[1:]
         # not by nn.Module, which is not set up yet

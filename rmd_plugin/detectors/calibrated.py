@@ -253,9 +253,9 @@ class Calibrated(Detector):
         return self._require_calibration().threshold(self.alpha if alpha is None else alpha, confidence)
 
     def judge(self, values: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Scores, classes (None unless ``per_class``), p-values and decisions of features, or logits for their detectors.
+        """Scores, classes (None unless ``per_class``), p-values and decisions, each of shape (B,), in one pass.
 
-        In one pass; each of shape (B,).
+        Of features; of logits for a detector on logits.
         """
         scores, classes = self._scored("logits" if isinstance(self.detector, LogitsDetector) else "features", values)
         decisions = self._is_ood(scores, classes, None, None)

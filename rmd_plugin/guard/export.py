@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 #: what the file calls its input, by the kind of guard, and its outputs
 INPUTS = {"images": "images", "texts": "ids", "features": "features"}
 OUTPUTS = ("logits", "class", "nearest_class", "score", "p_value", "is_ood")
+#: by how much the numbers of the file may differ from those in Python, as a share of the largest one
+_AGREEMENT = 1e-3
 
 
 class GuardGraph(nn.Module):
@@ -33,8 +36,8 @@ class GuardGraph(nn.Module):
         if isinstance(guard.network.decision, _InPython):
             name = type(guard.detector.detector).__name__
             raise ValueError(
-                f"{name} cannot be exported: its scores are computed in Python. Use detector=fused, rmd, msp or energy, "
-                "or write the guard without model.onnx (onnx=false)."
+                f"{name} cannot be exported: its scores are computed in Python. Use detector=fused, rmd, msp or "
+                "energy, or write the guard without model.onnx (onnx=false)."
             )
         self.pictures = guard.kind == "images"
         self.prepare = guard.transform.to_module() if isinstance(guard.transform, ImageTransform) else nn.Identity()
@@ -62,13 +65,16 @@ def export_program(guard: Guard) -> torch.export.ExportedProgram:
 
 
 def export_onnx(guard: Guard, path: Path) -> None:
-    """Write the graph of a guard as an ONNX file, checked against the guard itself before it counts.
+    """Write the graph of a guard as an ONNX file, and compare what it gives with the guard itself.
 
-    The input is ``images``, ``ids`` or ``features``; the outputs are ``logits``, ``class``, ``nearest_class``, ``score``,
-    ``p_value`` and ``is_ood``. The metadata of the file names the classes, alpha and the threshold.
+    The input is ``images``, ``ids`` or ``features``; the outputs are ``logits``, ``class``, ``nearest_class``,
+    ``score``, ``p_value`` and ``is_ood``. The metadata of the file names the classes, alpha and the threshold.
+
+    Raises:
+        ValueError: if a part of it cannot be exported, or the file gives other numbers.
     """
     require_onnx()
-    program, axes = export_program(guard), _example(guard)[1]
+    program, (example, axes) = export_program(guard), _example(guard)
     try:
         with _quiet():
             made: Any = torch.onnx.export(
@@ -77,7 +83,10 @@ def export_onnx(guard: Guard, path: Path) -> None:
     except Exception as error:
         raise _refused(guard, error) from error
     # the exporter's own names of the axes say nothing
-    for value, names in ((made.model.graph.inputs[0], axes), *((out, {0: "batch"}) for out in made.model.graph.outputs)):
+    for value, names in (
+        (made.model.graph.inputs[0], axes),
+        *((out, {0: "batch"}) for out in made.model.graph.outputs),
+    ):
         for axis, name in names.items():
             value.shape[axis] = getattr(name, "__name__", name)
     threshold = guard.threshold
@@ -85,6 +94,21 @@ def export_onnx(guard: Guard, path: Path) -> None:
     facts["threshold"] = threshold.tolist() if isinstance(threshold, Tensor) else threshold
     made.model.metadata_props.update({name: json.dumps(value) for name, value in facts.items()})
     made.save(str(path))
+    _check(guard, path, example)
+
+
+def _check(guard: Guard, path: Path, example: Tensor) -> None:
+    """Refuse a file that does not give what the guard gives."""
+    runtime = require("onnxruntime", "export", needed_by="model.onnx (or onnx=false)")
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    found = dict(zip(OUTPUTS, session.run(None, {INPUTS[guard.kind]: example.numpy()}), strict=True))
+    with torch.no_grad():
+        expected: Verdicts = GuardGraph(guard)(example)
+    for name, values in (("logits", expected.logits), ("score", expected.score)):
+        size = float(values.abs().max()) or 1.0
+        if not np.allclose(found[name], values.numpy(), rtol=_AGREEMENT, atol=_AGREEMENT * size, equal_nan=True):
+            apart = float(np.abs(found[name] - values.numpy()).max())
+            raise _refused(guard, ValueError(f"the {name} of the file differ by {apart:.2g} from those in Python"))
 
 
 @contextmanager
@@ -105,7 +129,7 @@ def _quiet() -> Iterator[None]:
 
 def require_onnx() -> None:
     """Refuse in one sentence if the packages are missing that write ONNX."""
-    for package in ("onnx", "onnxscript"):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
         require(package, "export", needed_by="model.onnx (or onnx=false)")
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytorch_ood.api import Detector
-from safetensors.torch import load_file, save
+from safetensors import torch as safetensors
 from torch import Tensor, nn
 
 from rmd_plugin import backbones
@@ -90,7 +90,7 @@ def save(guard: Guard, folder: Path, *, onnx: bool) -> Path:
         aside.chmod(0o777 & ~_umask())
         # a copy of each: some networks share tensors, which the format refuses
         weights = {k: v.detach().cpu().clone() for k, v in guard.backbone.state_dict().items()}
-        (aside / WEIGHTS).write_bytes(save(weights))
+        (aside / WEIGHTS).write_bytes(safetensors.save(weights))
         guard.detector.save(aside / DETECTOR)
         (aside / ASSETS).mkdir()
         guard.backbone.save_assets(aside / ASSETS)
@@ -101,7 +101,9 @@ def save(guard: Guard, folder: Path, *, onnx: bool) -> Path:
         about = _about(guard)
         (aside / CARD).write_text(model_card(about, onnx=onnx), encoding="utf-8")
         names = sorted(path.relative_to(aside).as_posix() for path in aside.rglob("*") if path.is_file())
-        about["files"] = {name: {"bytes": (aside / name).stat().st_size, "sha256": _hash(aside / name)} for name in names}
+        about["files"] = {
+            name: {"bytes": (aside / name).stat().st_size, "sha256": _hash(aside / name)} for name in names
+        }
         about["checksum"] = guard.digest = _checksum(about)
         (aside / ABOUT).write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         _swap(aside, folder)
@@ -183,7 +185,7 @@ def load(folder: Path, backbone: nn.Module | None = None) -> Loaded:
     _check_files(folder, about["files"])
     try:
         network = _make_backbone(folder, about["backbone"], len(about["classes"]), backbone)
-        _load_weights(network, load_file(folder / WEIGHTS), folder)
+        _load_weights(network, safetensors.load_file(folder / WEIGHTS), folder)
         detector = Calibrated.load(folder / DETECTOR)
         preparation = about["preprocessing"]
         transform: Any = ImageTransform(**preparation) if preparation is not None else None
@@ -195,7 +197,9 @@ def load(folder: Path, backbone: nn.Module | None = None) -> Loaded:
     except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         # it passed its checksum: another version wrote it, or somebody made one
         raise GuardError(f"{folder} cannot be used: {_sentence(error)} {_REMEDY}") from error
-    return Loaded({"backbone": network, "detector": detector, "class_names": about["classes"], **made_of}, about["checksum"])
+    return Loaded(
+        {"backbone": network, "detector": detector, "class_names": about["classes"], **made_of}, about["checksum"]
+    )
 
 
 def read_about(folder: Path) -> dict[str, Any]:
@@ -208,7 +212,9 @@ def read_about(folder: Path) -> dict[str, Any]:
     except DataFormatError as error:
         raise GuardError(f"{error}. {_REMEDY}") from error
     if about.get("format") != FORMAT:
-        raise GuardError(f"{path} has format {about.get('format')!r}, expected {FORMAT}. Was it written by a newer version?")
+        raise GuardError(
+            f"{path} has format {about.get('format')!r}, expected {FORMAT}. Was it written by a newer version?"
+        )
     if about.get("checksum") != _checksum(about) or not isinstance(about.get("files"), dict):
         raise GuardError(f"{path} was altered: its checksum does not fit its content. {_REMEDY}")
     return about

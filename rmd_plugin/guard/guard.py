@@ -171,7 +171,7 @@ class Guard:
         names = ([self.class_names[k] for k in labels.tolist()] for labels in (found.label, found.nearest))
         return Verdict(found.score, found.p_value, found.is_ood, *names)
 
-    def _items(self, what: Any) -> Sequence[Any] | None:
+    def _items(self, what: Any) -> Any:
         """The items of a list or batch; None if it is one item."""
         arrays = isinstance(what, (np.ndarray, Tensor))
         if self.kind == "features":
