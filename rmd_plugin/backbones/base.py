@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from rmd_plugin.backbones.checkpoint import CheckpointError, check_fit, match_names, read_state_dict
+from rmd_plugin.backbones.checkpoint import CheckpointError, Notes, check_fit, match_names, read_checkpoint
 from rmd_plugin.backbones.fetch import find_checkpoint
 
 Transform: TypeAlias = Callable[[Any], Tensor]
@@ -48,6 +48,7 @@ class Backbone(nn.Module):
         frozen: whether the encoder is kept as it is: no gradients, and evaluation mode even after ``.train()``.
         train_transform: raw item to tensor with augmentation; ``None`` leaves it to the benchmark.
         test_transform: raw item to tensor; ``None`` leaves it to the benchmark.
+        origins: part of the preprocessing -> where it came from, in words: ``{"mean": "the config"}``.
         architecture: what besides the weights decides the output; enters the fingerprint.
         head_names: further names of the classifier in checkpoints of other projects.
 
@@ -55,6 +56,8 @@ class Backbone(nn.Module):
         encoder: the feature extractor.
         head: the classifier, or ``None``.
         head_loaded: whether the head's weights came from a checkpoint or a pre-trained source.
+        origins: where the preprocessing came from.
+        noted: what the checkpoint says about itself, see :class:`~rmd_plugin.backbones.checkpoint.Notes`.
         encoding: what a genomics benchmark must deliver, ``"one_hot"`` or ``"tokens"``; ``None`` elsewhere.
 
     Example:
@@ -93,6 +96,7 @@ class Backbone(nn.Module):
         frozen: bool = False,
         train_transform: Transform | None = None,
         test_transform: Transform | None = None,
+        origins: Mapping[str, str] | None = None,
         architecture: Mapping[str, object] | None = None,
         head_names: Sequence[str] = (),
     ) -> None:
@@ -103,6 +107,8 @@ class Backbone(nn.Module):
         self._feature_dim = feature_dim
         self.train_transform = train_transform
         self.test_transform = test_transform
+        self.origins = dict(origins or {})
+        self.noted = Notes()
         self.architecture = dict(architecture or {})
         self._head_names = (*_HEAD_NAMES, *head_names)
         self._frozen_names: list[str] | None = None
@@ -180,9 +186,8 @@ class Backbone(nn.Module):
             CheckpointError: if it cannot be read, or does not fit this network.
         """
         path = find_checkpoint(checkpoint)
-        matched = match_names(
-            read_state_dict(path), self.encoder.state_dict(), head_names=self._head_names, rename=self.rename_key
-        )
+        state, noted = read_checkpoint(path)
+        matched = match_names(state, self.encoder.state_dict(), head_names=self._head_names, rename=self.rename_key)
         weight = matched.state.get("head.weight")
         if weight is not None and weight.dim() == 4 and weight.shape[2:] == (1, 1):
             matched.state["head.weight"] = weight = weight.flatten(1)
@@ -194,7 +199,7 @@ class Backbone(nn.Module):
         sizes = ", ".join(f"{name}={value}" for name, value in self.architecture.items())
         check_fit(matched, wanted, path=path, what=f"{type(self).__name__}({sizes})")
         self.load_state_dict({name: matched.state[name] for name in wanted if name in matched.state}, strict=False)
-        self.head_loaded = with_head
+        self.head_loaded, self.noted = with_head, noted
 
     def _make_room(self, classes: int, source: object) -> None:
         """A head of as many classes as the pre-trained one has, which is refused where another number is wanted."""

@@ -19,14 +19,29 @@ log = logging.getLogger(__name__)
 # names under which training programs put the weights beside optimiser state and counters
 _CONTAINERS = ("state_dict", "model_state_dict", "model")
 _MAX_BYTES = 1 << 36
+#: under which ``rmd-train`` keeps the ``repr`` of the test transform
+PREPROCESSING = "rmd_preprocessing"
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read, or does not belong to the backbone it was given to."""
 
 
+@dataclass(frozen=True)
+class Notes:
+    """What a checkpoint says about itself besides its weights."""
+
+    accuracy: float | None = None  #: on its validation data, in [0, 1]
+    preprocessing: str | None = None  #: ``repr`` of the transform that it was trained behind, if ``rmd-train`` made it
+
+
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Tensors by name, on the CPU, of a plain state_dict, a Lightning checkpoint or a safetensors file.
+    """The weights of :func:`read_checkpoint`."""
+    return read_checkpoint(path)[0]
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], Notes]:
+    """Tensors by name, on the CPU, of a plain state_dict, a Lightning checkpoint or a safetensors file; and its notes.
 
     Anything beyond tensors and plain containers is refused with a CheckpointError, never executed.
     """
@@ -50,6 +65,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # damage shows in many classes, and that of safetensors has moved between versions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} is not a readable {kind}: {reason}") from error
+    noted = _notes(content)
     for container in _CONTAINERS:
         if isinstance(content, Mapping) and isinstance(content.get(container), Mapping):
             content = content[container]
@@ -59,7 +75,23 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     state = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
     if not state:
         raise CheckpointError(f"{path} holds no tensors; its entries are {_examples(map(str, content))}.")
-    return state
+    return state, noted
+
+
+def _notes(content: object) -> Notes:
+    """What Lightning's ``ModelCheckpoint`` and ``rmd-train`` wrote into a checkpoint, where they did."""
+    if not isinstance(content, Mapping):
+        return Notes()
+    states = content.get("callbacks")
+    preprocessing = content.get(PREPROCESSING)
+    accuracy = None
+    for state in states.values() if isinstance(states, Mapping) else ():
+        if isinstance(state, Mapping) and "acc" in str(state.get("monitor")):
+            # the score of these weights; the best one may be of others
+            score = state.get("current_score", state.get("best_model_score"))
+            if isinstance(score, Tensor) and score.numel() == 1 and 0 <= float(score) <= 1:
+                accuracy = float(score)
+    return Notes(accuracy, preprocessing if isinstance(preprocessing, str) else None)
 
 
 @dataclass(frozen=True)

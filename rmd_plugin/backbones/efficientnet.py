@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from rmd_plugin.backbones.base import Backbone, SharedOptions
+from rmd_plugin.backbones.base import Backbone
 from rmd_plugin.backbones.fetch import WeightsNotFoundError, package_folder
+from rmd_plugin.backbones.preprocessing import VisionOptions, with_transforms
 from rmd_plugin.backbones.resnet import init_convolutions
-from rmd_plugin.backbones.transforms import image_transforms
+from rmd_plugin.backbones.transforms import ImageTransform
 
 # (repeats, kernel, stride, expansion, channels) of each stage
 _STAGES = ((1, 3, 1, 1, 16), (2, 3, 2, 6, 24), (2, 5, 2, 6, 40), (3, 3, 2, 6, 80), (3, 5, 1, 6, 112), (4, 5, 2, 6, 192),
@@ -95,7 +96,7 @@ class EfficientNetLite0(Backbone):
         image_size: side of the pictures that the transforms make.
         crop_pct: part of the resized picture that is kept; 0.875 is usual for photographs, 1 for thumbnails.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint comes instead of
-            the package.
+            the package. mean, std, transform; see :class:`VisionOptions`.
     """
 
     def __init__(
@@ -105,12 +106,15 @@ class EfficientNetLite0(Backbone):
         pretrained_head: bool = False,
         image_size: int = 224,
         crop_pct: float = 1.0,
-        **shared: Unpack[SharedOptions],
+        **shared: Unpack[VisionOptions],
     ) -> None:
         if pretrained and shared.get("checkpoint") is None:
             shared["checkpoint"], shared["load_head"] = _packaged_weights(), pretrained_head
-        transforms = image_transforms(image_size, _MEAN, _STD, crop_pct)
-        super().__init__(_Encoder(), 1280, head_names=("_fc",), **transforms, **shared)
+        usual = ImageTransform(224, _MEAN, _STD)
+        prepared = with_transforms(
+            shared, usual, "the default of EfficientNetLite0", size=image_size, crop_pct=crop_pct
+        )
+        super().__init__(_Encoder(), 1280, head_names=("_fc",), **prepared)
 
     def rename_key(self, name: str) -> str:
         """Translate the names of the package, whose parts begin with an underscore."""

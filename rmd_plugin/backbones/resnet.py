@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from rmd_plugin.backbones.base import Backbone, SharedOptions
-from rmd_plugin.backbones.transforms import CIFAR_MEAN, CIFAR_STD, image_transforms
+from rmd_plugin.backbones.base import Backbone
+from rmd_plugin.backbones.preprocessing import VisionOptions, with_transforms
+from rmd_plugin.backbones.transforms import CIFAR_MEAN, CIFAR_STD, ImageTransform
+
+_USUAL = ImageTransform(32, CIFAR_MEAN, CIFAR_STD)
 
 
 def init_convolutions(module: nn.Module) -> None:
@@ -102,9 +105,8 @@ class ResNet(Backbone):
         shortcut: where the size changes, ``conv`` learns a 1x1 convolution, ``pad`` fills with zeros.
         in_channels: channels of the input.
         image_size: pictures of other sizes are resized to it.
-        mean: normalisation of pixels in [0, 1], per channel.
-        std: normalisation, per channel.
-        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. mean, std, transform; see
+            :class:`VisionOptions`; without them pictures are normalised as is usual for CIFAR.
 
     Example:
         >>> import torch
@@ -121,9 +123,7 @@ class ResNet(Backbone):
         shortcut: Literal["conv", "pad"] = "conv",
         in_channels: int = 3,
         image_size: int = 32,
-        mean: Sequence[float] = CIFAR_MEAN,
-        std: Sequence[float] = CIFAR_STD,
-        **shared: Unpack[SharedOptions],
+        **shared: Unpack[VisionOptions],
     ) -> None:
         if not blocks or len(blocks) != len(widths) or min(blocks) < 1:
             raise ValueError(
@@ -132,12 +132,12 @@ class ResNet(Backbone):
         if shortcut not in ("conv", "pad"):
             raise ValueError(f"shortcut must be 'conv' or 'pad', got {shortcut!r}.")
         sizes = {"blocks": list(blocks), "widths": list(widths), "shortcut": shortcut, "in_channels": in_channels}
+        prepared = with_transforms(shared, _USUAL, "the default of ResNet", size=image_size)
         super().__init__(
             _Encoder(blocks, widths, shortcut, in_channels),
             widths[-1],
             architecture=sizes,
-            **image_transforms(image_size, mean, std),
-            **shared,
+            **prepared,
         )
 
     def rename_key(self, name: str) -> str:
@@ -196,9 +196,8 @@ class WideResNet(Backbone):
         dropout: probability inside the blocks.
         in_channels: channels of the input.
         image_size: pictures of other sizes are resized to it.
-        mean: normalisation of pixels in [0, 1], per channel.
-        std: normalisation, per channel.
-        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. mean, std, transform; see
+            :class:`VisionOptions`; without them pictures are normalised as is usual for CIFAR.
 
     Example:
         >>> import torch
@@ -215,18 +214,16 @@ class WideResNet(Backbone):
         dropout: float = 0.0,
         in_channels: int = 3,
         image_size: int = 32,
-        mean: Sequence[float] = CIFAR_MEAN,
-        std: Sequence[float] = CIFAR_STD,
-        **shared: Unpack[SharedOptions],
+        **shared: Unpack[VisionOptions],
     ) -> None:
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"depth must be 6n + 4 (10, 16, 22, 28, 40, ...), got {depth}.")
+        prepared = with_transforms(shared, _USUAL, "the default of WideResNet", size=image_size)
         super().__init__(
             _WideEncoder(depth, width, dropout, in_channels),
             64 * width,
             architecture={"depth": depth, "width": width, "in_channels": in_channels},
-            **image_transforms(image_size, mean, std),
-            **shared,
+            **prepared,
         )
 
     def rename_key(self, name: str) -> str:

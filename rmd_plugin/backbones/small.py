@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from rmd_plugin.backbones.base import Backbone, SharedOptions
+from rmd_plugin.backbones.preprocessing import PreparedOptions, VisionOptions, shared_only, with_transforms
+from rmd_plugin.backbones.transforms import ImageTransform
 
 _ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh, "silu": nn.SiLU}
 # convolution, normalisation and global pooling along one or two axes
@@ -13,6 +15,14 @@ _LAYERS: dict[int, tuple[Callable[..., nn.Module], ...]] = {
     1: (nn.Conv1d, nn.BatchNorm1d, nn.AdaptiveAvgPool1d),
     2: (nn.Conv2d, nn.BatchNorm2d, nn.AdaptiveAvgPool2d),
 }
+
+
+def _prepared(options: VisionOptions, name: str, image_size: int | None) -> PreparedOptions:
+    """With transforms if any option about pictures is given: else tensors come as the benchmark has them."""
+    if image_size is None and all(options.get(option) is None for option in ("mean", "std", "transform")):
+        return shared_only(options)
+    usual = ImageTransform(None, (0.0,) * 3, (1.0,) * 3)
+    return with_transforms(options, usual, f"the default of {name}", size=image_size)
 
 
 class _AsSequence(nn.Module):
@@ -29,11 +39,13 @@ class SmallCNN(Backbone):
     (C, L) may have any length. Between two pairs a quarter of the positions is left in both.
 
     Args:
-        in_channels: channels of the input; None is 1, as vectors have.
+        in_channels: channels of the input; None is 1, as vectors have, or 3, as pictures that are prepared here.
         widths: channels of each pair.
         dims: 2 for pictures, 1 for vectors and sequences; None is 2. The commands take both from the samples.
         dropout: probability, on the pooled features.
-        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.
+        image_size: side of the pictures; None leaves it to the benchmark, whose pictures must then be of one size.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. mean, std, transform; see
+            :class:`VisionOptions`; without them and ``image_size`` the benchmark prepares its items.
 
     Example:
         >>> import torch
@@ -50,11 +62,14 @@ class SmallCNN(Backbone):
         *,
         dims: int | None = None,
         dropout: float = 0.0,
-        **shared: Unpack[SharedOptions],
+        image_size: int | None = None,
+        **shared: Unpack[VisionOptions],
     ) -> None:
         if not widths:
             raise ValueError("widths must name at least one pair of convolutions, got none.")
-        in_channels, dims = 1 if in_channels is None else in_channels, 2 if dims is None else dims
+        prepared = _prepared(shared, "SmallCNN", image_size)
+        in_channels = in_channels if in_channels is not None else 3 if "test_transform" in prepared else 1
+        dims = 2 if dims is None else dims
         if dims not in (1, 2):
             raise ValueError(f"dims must be 1 (vectors, sequences) or 2 (pictures), got {dims}.")
         flat = dims == 1
@@ -71,7 +86,7 @@ class SmallCNN(Backbone):
         layers += [pooling(1), nn.Flatten(1), nn.Dropout(dropout)]
         # pictures are not named: their fingerprint is that of caches which are there
         architecture = {"in_channels": in_channels, "widths": list(widths)} | ({"dims": 1} if flat else {})
-        super().__init__(nn.Sequential(*layers), channels, architecture=architecture, **shared)
+        super().__init__(nn.Sequential(*layers), channels, architecture=architecture, **prepared)
 
 
 class MLP(Backbone):
@@ -82,7 +97,9 @@ class MLP(Backbone):
         hidden: sizes of the hidden layers.
         activation: ``relu``, ``gelu``, ``tanh`` or ``silu``.
         dropout: probability after each activation.
-        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.
+        image_size: side of pictures, of which each input then is one; None leaves it to the benchmark.
+        **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. mean, std, transform; see
+            :class:`VisionOptions`; without them and ``image_size`` the benchmark prepares its items.
 
     Example:
         >>> import torch
@@ -97,7 +114,8 @@ class MLP(Backbone):
         *,
         activation: str = "relu",
         dropout: float = 0.0,
-        **shared: Unpack[SharedOptions],
+        image_size: int | None = None,
+        **shared: Unpack[VisionOptions],
     ) -> None:
         if not hidden:
             raise ValueError("hidden must name at least one layer; for none at all use backbone=identity.")
@@ -109,7 +127,8 @@ class MLP(Backbone):
             layers += [nn.Linear(size, width), _ACTIVATIONS[activation](), nn.Dropout(dropout)]
             size = width
         architecture = {"in_features": in_features, "hidden": list(hidden), "activation": activation}
-        super().__init__(nn.Sequential(*layers), size, architecture=architecture, **shared)
+        prepared = _prepared(shared, "MLP", image_size)
+        super().__init__(nn.Sequential(*layers), size, architecture=architecture, **prepared)
 
 
 class _Features(nn.Module):

@@ -1,9 +1,9 @@
 """Raw items of a benchmark -> tensors that a backbone takes. Picklable, and their ``repr`` names every choice."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,6 +100,16 @@ class ImageTransform:
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
         return pixels.sub(mean).div(std)
 
+    def __str__(self) -> str:
+        """What is done, in words."""
+        steps = [f"mean {_numbers(self.mean)}", f"std {_numbers(self.std)}"]
+        if self.size is not None:
+            sides = "both sides" if self.squash else "the shorter side"
+            steps.insert(0, f"resize {sides} to {self._edge} ({self.interpolation})")
+            if not self.squash or self._edge != self.size:
+                steps.insert(1, f"crop {self.size} x {self.size}")
+        return ", ".join(steps)
+
     def _geometry(self, pixels: Tensor, peak: float) -> Tensor:
         """Resize and crop a picture (3, H, W) with values in [0, peak], as float32."""
         height, width = pixels.shape[1:]
@@ -142,6 +152,10 @@ class ImageTransform:
         if self.augment:
             raise ValueError("augmentation is random and cannot be exported: take the test transform.")
         return _Preprocessing(self)
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return f"({', '.join(f'{value:.4g}' for value in values)})"
 
 
 def _as_float(pixels: Tensor) -> Tensor:
@@ -210,22 +224,6 @@ class _Preprocessing(nn.Module):
         return (pixels.div(255) - self.mean).div(self.std)
 
 
-class TransformPair(TypedDict):
-    """Keyword arguments of a backbone: how its pictures are prepared for training and for testing."""
-
-    train_transform: ImageTransform
-    test_transform: ImageTransform
-
-
-def image_transforms(
-    size: int, mean: Sequence[float], std: Sequence[float], crop_pct: float = 1.0, interpolation: str = "bicubic"
-) -> TransformPair:
-    """Training transform (augmented) and test transform of an image backbone; other interpolations become bicubic."""
-    known = interpolation if interpolation in _INTERPOLATIONS else "bicubic"
-    test = ImageTransform(size, mean, std, crop_pct=crop_pct, interpolation=known)
-    return {"train_transform": replace(test, augment=True), "test_transform": test}
-
-
 @dataclass(frozen=True, repr=False)
 class Tokenise:
     """Text -> token ids of one fixed length, so that the default collate and ``x.to(device)`` work."""
@@ -244,3 +242,108 @@ class Tokenise:
     def __repr__(self) -> str:
         size = getattr(self.tokenizer, "vocab_size", None)
         return f"Tokenise(name={self.name!r}, vocab_size={size}, max_length={self.max_length})"
+
+    def __str__(self) -> str:
+        """What is done, in words."""
+        return f"the tokens of {self.name}, at most {self.max_length}"
+
+
+def exportable(transform: Any) -> ImageTransform | Tokenise:
+    """The same preprocessing as one of ours, which an exported graph can hold.
+
+    Args:
+        transform: one of ours, or a ``Compose`` of torchvision (of v2 too) of ``Resize``, ``CenterCrop``, ``ToTensor``
+            or what v2 has in its place, and ``Normalize``; also the ``transforms()`` of torchvision's weights.
+
+    Raises:
+        ValueError: names the step that cannot be exported, and what could be put in its place.
+
+    Example:
+        >>> from torchvision import transforms as tv
+        >>> str(exportable(tv.Compose([tv.Resize(36), tv.CenterCrop(32), tv.ToTensor()])))
+        'resize the shorter side to 36 (bilinear), crop 32 x 32, mean (0, 0, 0), std (1, 1, 1)'
+    """
+    if isinstance(transform, Tokenise) or (isinstance(transform, ImageTransform) and not transform.augment):
+        return transform
+    from torchvision import transforms as tv
+    from torchvision.transforms import v2
+
+    found: dict[str, Any] = {}  # kind of step -> the step
+    for step in _steps(transform):
+        kind = next((name for name in _KINDS if isinstance(step, (getattr(tv, name, ()), getattr(v2, name)))), None)
+        slot = _KINDS.get(kind or "")
+        if slot is None:
+            if kind is None:
+                raise _not_exportable(step, "it is none of the steps that are known")
+            continue
+        if slot in found or any(later in found for later in _AFTER[slot]):
+            raise _not_exportable(step, "it comes twice, or after a step that must follow it")
+        scaled = (
+            slot != "floats" or kind == "ToTensor" or (step.dtype == torch.float32 and getattr(step, "scale", True))
+        )
+        if not scaled:
+            raise _not_exportable(step, "it does not give 32-bit floats in [0, 1] (ToDtype with scale=True does)")
+        found[slot] = step
+    if "floats" not in found:
+        raise _not_exportable(transform, "no step makes floats in [0, 1]: add ToTensor()")
+    normalise = found.get("normalise")
+    mean, std = ((0.0,) * 3, (1.0,) * 3) if normalise is None else (normalise.mean, normalise.std)
+    return ImageTransform(mean=mean, std=std, **_exportable_geometry(found.get("resize"), found.get("crop")))
+
+
+#: steps of torchvision -> what they do; None: nothing that ours would not do by itself
+_KINDS = {
+    "Resize": "resize", "CenterCrop": "crop", "ToTensor": "floats", "ConvertImageDtype": "floats", "ToDtype": "floats",
+    "Normalize": "normalise", "PILToTensor": None, "ToImage": None, "RGB": None, "ToPureTensor": None, "Identity": None,
+}  # fmt: skip
+#: what may not stand before a step
+_AFTER = {"resize": ("crop", "normalise"), "crop": ("normalise",), "floats": ("normalise",), "normalise": ()}
+
+
+def _steps(transform: Any) -> Iterator[Any]:
+    from torchvision import transforms as tv
+    from torchvision.transforms import v2
+    from torchvision.transforms._presets import ImageClassification
+
+    if isinstance(transform, ImageClassification):
+        yield tv.Resize(transform.resize_size, transform.interpolation, antialias=transform.antialias)
+        yield from (tv.CenterCrop(transform.crop_size), tv.ToTensor(), tv.Normalize(transform.mean, transform.std))
+    elif isinstance(transform, (tv.Compose, v2.Compose)):
+        for step in transform.transforms:
+            yield from _steps(step)
+    else:
+        yield transform
+
+
+def _exportable_geometry(resize: Any, crop: Any) -> dict[str, Any]:
+    """Size, crop_pct, interpolation and squash of a ``Resize`` and a ``CenterCrop`` of torchvision, or of neither."""
+    if resize is None:
+        if crop is not None:
+            raise _not_exportable(crop, "it stands without a Resize before it")
+        return {"size": None}
+    sides = {resize.size} if isinstance(resize.size, int) else set(resize.size)
+    squash = not isinstance(resize.size, int) and len(resize.size) == 2
+    interpolation = str(getattr(resize.interpolation, "value", resize.interpolation))
+    known = len(sides) == 1 and None not in sides and resize.max_size is None and resize.antialias is not False
+    if not known or interpolation not in _INTERPOLATIONS:
+        raise _not_exportable(resize, "only bilinear and bicubic ones to one size, antialiased, can be")
+    (edge,) = sides
+    if crop is None:
+        if not squash:
+            shape = f"Resize([{edge}, {edge}])"
+            raise _not_exportable(
+                resize, f"the shape of its result is the picture's: add CenterCrop({edge}), or {shape}"
+            )
+        return {"size": edge, "interpolation": interpolation, "squash": True}
+    size = crop.size[0]
+    if size != crop.size[1] or size > edge:
+        raise _not_exportable(crop, f"only a square of at most {edge} pixels, the size of the picture, can be")
+    return {"size": size, "crop_pct": size / edge, "interpolation": interpolation, "squash": squash}
+
+
+def _not_exportable(step: Any, reason: str) -> ValueError:
+    name = " ".join(repr(step).split())
+    return ValueError(
+        f"the preprocessing step {name} cannot be exported: {reason}. What can be: torchvision's Resize, CenterCrop, "
+        "ToTensor and Normalize in this order, or rmd_plugin.backbones.transforms.ImageTransform."
+    )

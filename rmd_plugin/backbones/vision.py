@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from rmd_plugin.backbones.base import Backbone, SharedOptions
-from rmd_plugin.backbones.checkpoint import CheckpointError, read_state_dict
+from rmd_plugin.backbones.base import Backbone
+from rmd_plugin.backbones.checkpoint import CheckpointError, Notes, read_state_dict
 from rmd_plugin.backbones.fetch import WeightsNotFoundError, find_checkpoint, hub_file, url_file
-from rmd_plugin.backbones.transforms import IMAGENET_MEAN, IMAGENET_STD, image_transforms
+from rmd_plugin.backbones.preprocessing import METADATA, NOT_LOADED, VisionOptions, with_transforms
+from rmd_plugin.backbones.transforms import IMAGENET_MEAN, IMAGENET_STD, ImageTransform
 from rmd_plugin.extras import require
 
 _TIMM_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -31,6 +32,7 @@ class Timm(Backbone):
         options: further arguments of ``timm.create_model``.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint comes instead of the
             pre-trained weights; the original ``.npz`` files of ViT and BiT are read as well (without their head).
+            mean, std, transform; see :class:`VisionOptions`.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Timm(Backbone):
         image_size: int | None = None,
         crop_pct: float = 1.0,
         options: Mapping[str, Any] | None = None,
-        **shared: Unpack[SharedOptions],
+        **shared: Unpack[VisionOptions],
     ) -> None:
         timm = require("timm", "vision", needed_by=f"backbone timm/{name}")
         config = _timm_config(timm, name)
@@ -76,14 +78,17 @@ class Timm(Backbone):
             model.reset_classifier(0)
         data = timm.data.resolve_model_data_config(model)
         size = image_size or data["input_size"][-1]
+        usual = _usual(data["input_size"][-1], data["mean"], data["std"], data["interpolation"])
+        prepared = with_transforms(
+            shared, usual, METADATA if overlay else NOT_LOADED, size=image_size, crop_pct=crop_pct
+        )
         super().__init__(
             model,
             _measure(model, data["input_size"][0], size),
             architecture={"name": name, "options": dict(options or {})},
             # timm calls the classifier by a name of its own in each model
             head_names=(str(model.pretrained_cfg.get("classifier")),),
-            **image_transforms(size, data["mean"], data["std"], crop_pct, data["interpolation"]),
-            **shared,
+            **prepared,
         )
         if classifier is not None:
             self._take_head(classifier, name)
@@ -134,7 +139,7 @@ class OpenCLIP(Backbone):
         image_size: side of the pictures; ``None``: what the model was made for.
         crop_pct: part of the resized picture that is kept.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint of the whole model
-            will do.
+            will do. mean, std, transform; see :class:`VisionOptions`.
     """
 
     def __init__(
@@ -145,7 +150,7 @@ class OpenCLIP(Backbone):
         pretrained: bool = True,
         image_size: int | None = None,
         crop_pct: float = 1.0,
-        **shared: Unpack[SharedOptions],
+        **shared: Unpack[VisionOptions],
     ) -> None:
         open_clip = require("open_clip", "vision", needed_by=f"backbone open_clip/{name}")
         if name not in open_clip.list_models():
@@ -165,13 +170,10 @@ class OpenCLIP(Backbone):
         size = int(visual.image_size[0] if isinstance(visual.image_size, Sequence) else visual.image_size)
         mean = config.get("mean") or open_clip.OPENAI_DATASET_MEAN
         std = config.get("std") or open_clip.OPENAI_DATASET_STD
-        super().__init__(
-            visual,
-            _measure(visual, 3, size),
-            architecture={"name": name},
-            **image_transforms(size, mean, std, crop_pct),
-            **shared,
-        )
+        usual = _usual(open_clip.get_model_config(name)["vision_cfg"].get("image_size"), mean, std, "bicubic")
+        origin = METADATA if weights else NOT_LOADED
+        prepared = with_transforms(shared, usual, origin, size=size, crop_pct=crop_pct)
+        super().__init__(visual, _measure(visual, 3, size), architecture={"name": name}, **prepared)
 
 
 def _clip_weights(config: Mapping[str, Any]) -> Path:
@@ -180,6 +182,12 @@ def _clip_weights(config: Mapping[str, Any]) -> Path:
         owner, repository, filename = (*config["hf_hub"].split("/", 2), "")[:3]
         return hub_file(f"{owner}/{repository}", (filename,) if filename else _CLIP_FILES)
     return url_file(config["url"])
+
+
+def _usual(size: int, mean: Sequence[float], std: Sequence[float], interpolation: str) -> ImageTransform:
+    """What a library does to pictures but for its crop, which costs thumbnails their border."""
+    # a few models name one at random, or Lanczos, which is closest to the cubic
+    return ImageTransform(size, mean, std, interpolation="bilinear" if interpolation == "bilinear" else "bicubic")
 
 
 def _measure(encoder: nn.Module, channels: int, size: int) -> int:
@@ -205,7 +213,7 @@ class TorchVision(Backbone):
         image_size: side of the pictures; ``None``: what the weights were made for.
         crop_pct: part of the resized picture that is kept.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint comes instead of the
-            pre-trained weights.
+            pre-trained weights. mean, std, transform; see :class:`VisionOptions`.
     """
 
     def __init__(
@@ -217,7 +225,7 @@ class TorchVision(Backbone):
         pretrained_head: bool = False,
         image_size: int | None = None,
         crop_pct: float = 1.0,
-        **shared: Unpack[SharedOptions],
+        **shared: Unpack[VisionOptions],
     ) -> None:
         from torchvision import models
 
@@ -235,24 +243,26 @@ class TorchVision(Backbone):
             raise ValueError(f"{name} does not end in a linear classifier, so its features cannot be told.")
         classifier_name, classifier = layers[-1]
         model.set_submodule(classifier_name, nn.Identity())
-        if pretrained and shared.get("checkpoint") is None:
+        loaded = pretrained and shared.get("checkpoint") is None
+        if loaded:
             # read as any checkpoint, because torchvision itself would unpickle the file
             shared["checkpoint"], shared["load_head"] = url_file(described.url), pretrained_head
         preset = described.transforms()
+        mean, std = getattr(preset, "mean", IMAGENET_MEAN), getattr(preset, "std", IMAGENET_STD)
+        usual = _usual(int(preset.crop_size[0]), mean, std, preset.interpolation.value)
+        prepared = with_transforms(
+            shared, usual, METADATA if loaded else NOT_LOADED, size=image_size, crop_pct=crop_pct
+        )
         super().__init__(
             model,
             classifier.in_features,
             architecture={"name": name},
             head_names=(classifier_name,),
-            **image_transforms(
-                image_size or int(preset.crop_size[0]),
-                getattr(preset, "mean", IMAGENET_MEAN),
-                getattr(preset, "std", IMAGENET_STD),
-                crop_pct,
-                preset.interpolation.value,
-            ),
-            **shared,
+            **prepared,
         )
+        if loaded:
+            metrics = described.meta.get("_metrics", {}).get("ImageNet-1K", {})
+            self.noted = Notes(accuracy=metrics["acc@1"] / 100 if "acc@1" in metrics else None)
 
     def rename_key(self, name: str) -> str:
         """Join the names of layers that the oldest densenet files split."""

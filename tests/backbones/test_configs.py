@@ -3,11 +3,22 @@
 import inspect
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from config_kit import CONF, choices, chosen
 from hydra.utils import get_class, instantiate
 
+from rmd_plugin.backbones import (
+    MLP,
+    EfficientNetLite0,
+    OpenCLIP,
+    ResNet,
+    SmallCNN,
+    Timm,
+    TorchVision,
+    WideResNet,
+)
 from rmd_plugin.backbones.base import Backbone, SharedOptions
 
 CONFIGS = choices("backbone")
@@ -31,11 +42,15 @@ def test_each_config_starts_with_its_command_and_fits_its_class(choice: str) -> 
     target = get_class(config._target_)
     assert issubclass(target, Backbone)
     shared = set(SharedOptions.__annotations__)
-    accepted = set(inspect.signature(target.__init__).parameters) | shared
+    parameters = inspect.signature(target.__init__).parameters
+    (options,) = get_args(parameters["shared"].annotation)
+    accepted = set(parameters) | set(options.__annotations__)
     given = {str(key) for key in config if not str(key).startswith("_")}
     assert given <= accepted
     assert shared == {"num_classes", "checkpoint", "load_head", "frozen"}
     assert shared <= given
+    if issubclass(target, (ResNet, WideResNet, SmallCNN, MLP, EfficientNetLite0, Timm, OpenCLIP, TorchVision)):
+        assert {"image_size", "mean", "std", "transform"} <= given
 
 
 @pytest.mark.slow

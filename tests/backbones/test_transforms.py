@@ -1,6 +1,7 @@
 """The image transform: against Pillow, torch and torchvision, and the same numbers once it is exported."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision import transforms as tv
+from torchvision.models import ResNet18_Weights
+from torchvision.transforms import v2
 from torchvision.transforms.functional import normalize, to_tensor
 
-from rmd_plugin.backbones.transforms import ImageTransform
+from rmd_plugin.backbones.transforms import ImageTransform, exportable
 
 NONE = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
 # enlarged, reduced, odd, one pixel high or wide, and one of both
@@ -159,3 +162,86 @@ def test_random_steps_are_not_exported() -> None:
 def test_items_that_are_no_pictures_are_refused(item: object) -> None:
     with pytest.raises(TypeError, match=r"expected a PIL image.*Does this backbone fit the benchmark"):
         ImageTransform(16, **NONE)(item)
+
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+BICUBIC = tv.InterpolationMode.BICUBIC
+SAME = {
+    "v1": tv.Compose([tv.Resize(28, BICUBIC), tv.CenterCrop(24), tv.ToTensor(), tv.Normalize(MEAN, STD)]),
+    "nested": tv.Compose([tv.Compose([tv.Resize(24), tv.CenterCrop(24)]), tv.ToTensor()]),
+    "squashed": tv.Compose([tv.Resize([24, 24]), tv.PILToTensor(), tv.ConvertImageDtype(torch.float32)]),
+    "squashed and cropped": tv.Compose([tv.Resize((30, 30)), tv.CenterCrop(24), tv.ToTensor()]),
+    "v2": v2.Compose(
+        [v2.RGB(), v2.ToImage(), v2.Resize(28), v2.CenterCrop(24), v2.ToDtype(torch.float32, scale=True),
+         v2.Normalize(MEAN, STD), v2.ToPureTensor()]
+    ),
+    "not resized": tv.Compose([tv.ToTensor(), tv.Normalize(MEAN, STD)]),
+    "one step": tv.ToTensor(),
+    "of weights": ResNet18_Weights.IMAGENET1K_V1.transforms(crop_size=24, resize_size=28),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", SAME.values(), ids=SAME)
+@pytest.mark.parametrize("shape", [(24, 24), (40, 57), (61, 30), (9, 12)])
+def test_a_torchvision_transform_is_translated_into_the_same(transform: Any, shape: tuple[int, int]) -> None:
+    ours = exportable(transform)
+    assert isinstance(ours, ImageTransform)
+    image = as_pil(noise(*shape, 100, 150))
+    expected = transform(image)
+    # 1.13 grey levels of 255, divided by the smallest std
+    torch.testing.assert_close(ours(image), expected, rtol=0, atol=1.13 / 255 / 0.224)
+    if shape == (24, 24) and "Resize(" not in repr(transform) and not hasattr(transform, "crop_size"):
+        assert torch.equal(ours(image), expected)
+
+
+def test_timms_own_transforms_are_translated() -> None:
+    timm = pytest.importorskip("timm", reason="timm is not installed (extra vision)")
+    theirs = timm.data.create_transform(24, interpolation="bicubic", crop_pct=0.875)
+    image = as_pil(noise(50, 40, 100, 150))
+    torch.testing.assert_close(exportable(theirs)(image), theirs(image), rtol=0, atol=1.13 / 255 / 0.224)
+
+
+def test_our_own_transforms_are_exportable_as_they_are() -> None:
+    ours = ImageTransform(16, **NONE)
+    assert exportable(ours) is ours
+
+
+def twice(image: Image.Image) -> Image.Image:
+    return image
+
+
+@pytest.mark.parametrize(
+    ("steps", "step"),
+    [
+        ([tv.Grayscale(3), tv.ToTensor()], r"Grayscale\(num_output_channels=3\)"),
+        ([tv.Lambda(twice), tv.ToTensor()], r"Lambda\(\)"),
+        ([tv.RandomHorizontalFlip(), tv.ToTensor()], "RandomHorizontalFlip"),
+        ([tv.Resize(24), tv.ToTensor()], r"Resize\(size=24.* add CenterCrop\(24\), or Resize\(\[24, 24\]\)"),
+        ([tv.Resize((24, 30)), tv.ToTensor()], r"Resize\(size=\(24, 30\)"),
+        ([tv.Resize(24, tv.InterpolationMode.NEAREST), tv.CenterCrop(24), tv.ToTensor()], "nearest.* only bilinear"),
+        ([tv.Resize(24, antialias=False), tv.CenterCrop(24), tv.ToTensor()], "antialias=False"),
+        ([tv.CenterCrop(24), tv.ToTensor()], r"CenterCrop\(size=\(24, 24\)\).* without a Resize"),
+        ([tv.Resize(24), tv.CenterCrop(30), tv.ToTensor()], r"CenterCrop\(size=\(30, 30\)\).*at most 24"),
+        ([tv.Resize(24), tv.CenterCrop(24), tv.Resize(30), tv.ToTensor()], r"Resize\(size=30.*twice"),
+        ([tv.ToTensor(), tv.Normalize(MEAN, STD), tv.Resize([9, 9])], r"Resize\(size=\[9, 9\].*after a step"),
+        ([tv.PILToTensor(), v2.ToDtype(torch.float32)], r"ToDtype\(scale=False\).*scale=True"),
+        ([tv.Resize([9, 9])], r"Compose\(.*add ToTensor\(\)"),
+    ],
+)
+def test_a_step_that_cannot_be_exported_is_named_with_a_remedy(steps: list[Any], step: str) -> None:
+    with pytest.raises(ValueError, match=rf"the preprocessing step .*{step}.*What can be") as caught:
+        exportable(tv.Compose(steps))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_transform_of_anybodys_is_named_too() -> None:
+    for thing in (twice, ImageTransform(16, **NONE, augment=True), None):
+        with pytest.raises(ValueError, match="cannot be exported"):
+            exportable(thing)
+
+
+def test_a_transform_says_in_words_what_it_does() -> None:
+    words = "resize the shorter side to 256 (bicubic), crop 224 x 224, mean (0.485, 0.456, 0.406), std (1, 1, 1)"
+    assert str(ImageTransform(224, MEAN, (1,) * 3, crop_pct=0.875)) == words
+    assert str(ImageTransform(9, **NONE, squash=True)).startswith("resize both sides to 9 (bicubic), mean")
+    assert str(ImageTransform(None, **NONE)) == "mean (0, 0, 0), std (1, 1, 1)"
