@@ -130,7 +130,8 @@ def _elsewhere(node: Any, where: str, key: str) -> str:
     """Where an option of that name is, or the choice that brings it."""
     if key in group_choices(where):
         return f' Choose it first: "{where}=[default,{key}]".'
-    found = [f"{where}.{name}.{key}" for name in node if OmegaConf.is_dict(node[name]) and key in node[name]]
+    nodes = {name: node[name] for name in node if not OmegaConf.is_missing(node, name)}
+    found = [f"{where}.{name}.{key}" for name, part in nodes.items() if OmegaConf.is_dict(part) and key in part]
     return f" Did you mean {found[0].lstrip('.')}?" if found else ""
 
 

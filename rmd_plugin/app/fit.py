@@ -23,6 +23,8 @@ from rmd_plugin.app.parts import (
     run_names,
 )
 from rmd_plugin.backbones.base import Backbone
+from rmd_plugin.backbones.transforms import exportable
+from rmd_plugin.benchmarks.base import OODBenchmark
 from rmd_plugin.compare.comparison import Comparison
 from rmd_plugin.compare.comparison import compare as compare_detectors
 from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor
@@ -53,6 +55,7 @@ def fit(cfg: DictConfig) -> Guard:
     benchmark = make_benchmark(cfg)
     backbone = make_backbone(cfg, benchmark, num_classes=benchmark.num_classes if cfg.head == "own" else None)
     check_backbone_takes(cfg, backbone, benchmark)
+    _prepare_as_deployed(backbone, benchmark)
     extractor = make_extractor(cfg, benchmark, backbone, choose_device(str(cfg.device)))
     remark = untrained_remark(cfg, backbone)
     if remark:
@@ -83,6 +86,12 @@ def fit(cfg: DictConfig) -> Guard:
     return guard
 
 
+def _prepare_as_deployed(backbone: Backbone, benchmark: OODBenchmark) -> None:
+    """Let the detector see raw items prepared as the guard will prepare them; refuse what a guard cannot hold."""
+    if not isinstance(benchmark.test_in.raw(0), Tensor):
+        backbone.test_transform = exportable(backbone.test_transform or benchmark.test_transform)
+
+
 def make_guard(extractor: Extractor, result: Comparison, name: str) -> Guard:
     """The guard of one detector of a comparison.
 
@@ -98,21 +107,20 @@ def make_guard(extractor: Extractor, result: Comparison, name: str) -> Guard:
     if result.classifier is None:
         raise ValueError("a guard needs a classifier: head=auto, own or linear_probe.")
     backbone.head, backbone.head_loaded = result.classifier, True
-    test = cast(Any, extractor.dataset(TEST))
-    raw, transform = test.raw(0), test.transform
-    # a transform in front of tensors is the benchmark's, and nothing that is seen later passes it
-    shape = tuple(cast(Tensor, test[0][0]).shape) if isinstance(raw, Tensor) else ()
+    sample = cast(Any, extractor.dataset(TEST))[0][0]
     classes = benchmark.class_names or [str(label) for label in range(benchmark.num_classes)]
     return Guard(
         backbone,
         detector,
         classes,
-        transform=None if isinstance(raw, Tensor) else transform,
-        input_shape=shape,
+        transform=backbone.test_transform,
+        input_shape=tuple(sample.shape),
         about={
             "benchmark": result.rows[0].benchmark,
             "head": result.head,
+            "preprocessing_in_words": "" if backbone.test_transform is None else str(backbone.test_transform),
             "data": {f"{split} samples": len(extractor.features(split).labels) for split in (TRAIN, VAL, TEST)},
+            "remarks": list(dict.fromkeys(row.reason for row in result.rows if row.detector == name and row.reason)),
             "metrics": _metrics(extractor, result.rows, result.classifier, name, detector.alpha),
         },
     )

@@ -51,8 +51,6 @@ _NAME = re.compile(r"(?:assets/)?[A-Za-z0-9_][\w.-]*", flags=re.ASCII)
 _REMEDY = "Take a whole copy of the folder, or make it again with rmd-fit."
 #: arguments of backbones that say where weights come from: a guard has its own
 _SOURCES = ("checkpoint", "pretrained", "pretrained_head", "load_head", "frozen", "num_classes")
-#: and how raw items are prepared: a guard has that too
-_PREPARED = ("transform", "mean", "std", "crop_pct", "train_transform", "test_transform")
 
 
 class GuardError(ValueError):
@@ -144,7 +142,9 @@ def _describe(backbone: Backbone) -> dict[str, Any]:
     kind = type(backbone)
     if getattr(backbones, kind.__name__, None) is not kind or kind is Backbone:
         return {"own": f"{kind.__module__}.{kind.__qualname__}"}
-    options = {k: v for k, v in backbone.made_with.items() if k not in (*_SOURCES, *_PREPARED) and v is not None}
+    options = {k: v for k, v in backbone.made_with.items() if k not in _SOURCES and v is not None}
+    if "transform" in options:  # it stands under preprocessing, as one of ours
+        options["transform"] = True
     return {"class": kind.__name__, "options": options}
 
 
@@ -184,11 +184,11 @@ def load(folder: Path, backbone: nn.Module | None = None) -> Loaded:
     about = read_about(folder)
     _check_files(folder, about["files"])
     try:
-        network = _make_backbone(folder, about["backbone"], len(about["classes"]), backbone)
-        _load_weights(network, safetensors.load_file(folder / WEIGHTS), folder)
-        detector = Calibrated.load(folder / DETECTOR)
         preparation = about["preprocessing"]
         transform: Any = ImageTransform(**preparation) if preparation is not None else None
+        network = as_backbone(backbone) if backbone is not None else _make_backbone(folder, about, transform)
+        _load_weights(network, safetensors.load_file(folder / WEIGHTS), folder)
+        detector = Calibrated.load(folder / DETECTOR)
         if about["kind"] == "texts":
             transform = network.test_transform
         made_of = {"transform": transform, "input_shape": about["input_shape"], "about": about}
@@ -238,9 +238,8 @@ def _check_files(folder: Path, files: Mapping[str, Any]) -> None:
             raise GuardError(f"{folder / extra[0]} was added to the guard. {_REMEDY}")
 
 
-def _make_backbone(folder: Path, described: Mapping[str, Any], classes: int, given: nn.Module | None) -> Backbone:
-    if given is not None:
-        return as_backbone(given)
+def _make_backbone(folder: Path, about: Mapping[str, Any], transform: ImageTransform | None) -> Backbone:
+    described = about["backbone"]
     name = described.get("class")
     if name is None:
         raise GuardError(
@@ -253,9 +252,11 @@ def _make_backbone(folder: Path, described: Mapping[str, Any], classes: int, giv
     options = {key: value for key, value in described["options"].items() if key not in _SOURCES}
     if (folder / ASSETS).is_dir():
         options["name"] = str(folder / ASSETS)
+    if "transform" in options:
+        options["transform"] = transform
     if "pretrained" in inspect.signature(kind).parameters:
         options["pretrained"] = False
-    return kind(num_classes=classes, **options)
+    return kind(num_classes=len(about["classes"]), **options)
 
 
 def _load_weights(network: Backbone, weights: Mapping[str, Tensor], folder: Path) -> None:
