@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
@@ -49,7 +50,8 @@ def parquet_values(path: str, column: str, id: str | None, *, texts: bool) -> It
                 yield from zip(values.to_pylist(), ids, strict=True)
             else:
                 for value, name in zip(values, ids, strict=True):
-                    yield value.values.to_numpy(zero_copy_only=False) if value.is_valid else None, name
+                    # a copy: torch warns of arrays that cannot be written to
+                    yield np.array(value.values) if value.is_valid else None, name
 
 
 @contextmanager

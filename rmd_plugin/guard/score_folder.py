@@ -31,8 +31,8 @@ SETTINGS, PARTS, SCORES, TABLE, REPORT = "score.json", "parts", "scores.parquet"
 _LOCK, _OLD = ".lock", ".parts-gathered"
 #: a part is written after so many rows or seconds, whichever comes first, and always after whole batches
 _PART_ROWS, _PART_SECONDS = 1000, 5.0
-#: rows of a row group of the whole table, about
-_GROUP = 1 << 16
+#: rows that are read at a time, and those of a row group of the whole table, about
+_READ, _GROUP = 1 << 13, 1 << 16
 #: what each setting is called in an error
 _WORDS = {
     "guard": "guard", "alpha": "alpha", "inputs": "inputs", "folder": "current folder", "column": "column",
@@ -131,7 +131,7 @@ class ScoreFolder:
                 with pq.ParquetFile(path) as file:
                     if not file.schema_arrow.equals(self.schema):
                         raise DataFormatError(path, "is not a part of these scores: it has other columns")
-                    for batch in file.iter_batches(_GROUP):
+                    for batch in file.iter_batches(_READ):
                         yield pa.Table.from_batches([batch])
             except (pa.ArrowException, OSError) as error:
                 raise DataFormatError(

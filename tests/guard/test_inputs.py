@@ -74,6 +74,7 @@ def test_the_folder_itself_may_be_a_link(tmp_path):
     assert len(names("link")) == len(names("new"))
 
 
+@pytest.mark.slow
 def test_folders_may_nest_deeper_than_python_calls(tmp_path):
     here = os.getcwd()
     for _ in range(1200):
