@@ -57,7 +57,7 @@ def _score(guard_path: str, places: Sequence[str], options: Mapping[str, str], *
     settings = _read_options(options)
     out = Path(options.get("out") or time.strftime("outputs/score/%Y-%m-%d_%H-%M-%S"))
 
-    from rmd_plugin.app.parts import choose_device
+    from rmd_plugin.app.device import choose_device
     from rmd_plugin.guard.guard import Guard  # type: ignore[import-not-found, unused-ignore]
     from rmd_plugin.guard.inputs import Inputs
     from rmd_plugin.guard.score_folder import REPORT, SCORES
