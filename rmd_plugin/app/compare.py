@@ -12,11 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from rmd_plugin.app.configs import repeatable
+from rmd_plugin.app.device import choose_device
 from rmd_plugin.app.errors import whole_number
 from rmd_plugin.app.parts import (
     about,
     check_backbone_takes,
-    choose_device,
     make_backbone,
     make_benchmark,
     make_detectors,

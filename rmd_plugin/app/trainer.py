@@ -13,7 +13,8 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from rmd_plugin.app.parts import build, choose_device
+from rmd_plugin.app.device import choose_device
+from rmd_plugin.app.parts import build
 
 #: ``sync_batchnorm: auto``
 _AUTO = "auto"
