@@ -20,10 +20,13 @@ from __future__ import annotations
 import io
 import os
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from tqdm.auto import tqdm
 
 from rmd_plugin.untrusted import DataFormatError, check_size, read_bytes
 
@@ -32,6 +35,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 #: of a file, and of what it unpacks to, in bytes: 89 million pixels, where Pillow begins to warn
 _MAX_FILE = _MAX_PIXELS = 1 << 28
 _LONGEST_STRIP = 100
+_BLOCK = 32  # pictures that a thread checks at once
 # those of the endings, and GIF, which is often found under them; EPS would be handed to Ghostscript
 _FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 _BITS, _NUMBERS = 258, 339  # tags of TIFF: BitsPerSample and SampleFormat
@@ -49,33 +53,68 @@ def read_picture(path: str | os.PathLike[str]) -> Image.Image:
         DataFormatError: if it cannot be decoded as a whole, or is larger than ``RMD_MAX_GIB`` and Pillow allow.
         OSError: if the file cannot be read.
     """
-    return decode_picture(read_bytes(path, _MAX_FILE), path)
+    return decode_picture(read_content(path), path)
+
+
+def read_content(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a file that may be a picture, of limited size."""
+    return read_bytes(path, _MAX_FILE)
 
 
 def decode_picture(content: bytes, path: str | os.PathLike[str] = "the picture") -> Image.Image:
     """The same from the content of a file; ``path`` names it in errors."""
-    return _decode(content, path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about sizes, which are looked at here, and metadata, which is not used
+        return _decode(content, path)
 
 
-def check_picture(content: bytes, path: str | os.PathLike[str] = "the picture") -> None:
-    """Refuse what :func:`decode_picture` refuses; JPEG, to its last byte, at an eighth of the size and in less time."""
-    _decode(content, path, small=True)
+def bad_pictures(count: int, read: Callable[[int], tuple[bytes, str | os.PathLike[str]]]) -> dict[int, str]:
+    """Which of many pictures :func:`decode_picture` would refuse, or cannot be read, each with the reason.
+
+    All are decoded, on as many threads as there are processors and behind a bar on a terminal; JPEG to the last byte,
+    but at an eighth of its size, which takes a half to a fifth of the time.
+
+    Args:
+        count: number of pictures.
+        read: content and name of the one at an index.
+    """
+
+    def check(start: int) -> dict[int, str]:
+        found = {}
+        for index in range(start, min(start + _BLOCK, count)):
+            try:
+                content, path = read(index)
+                _decode(content, path, small=True)
+            except (DataFormatError, OSError) as error:
+                found[index] = str(error)
+        return found
+
+    pool = ThreadPoolExecutor(os.cpu_count())
+    bad: dict[int, str] = {}
+    try:
+        # once for all threads: the filters of warnings are those of the process
+        with warnings.catch_warnings(), tqdm(total=count, desc="check pictures", leave=False, disable=None) as bar:
+            warnings.simplefilter("ignore")
+            for found in pool.map(check, range(0, count, _BLOCK)):
+                bad |= found
+                bar.update(_BLOCK)
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for the rest
+    return bad
 
 
 def _decode(content: bytes, path: str | os.PathLike[str], *, small: bool = False) -> Image.Image:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about sizes, which are looked at here, and metadata, which is not used
-            # from memory: a chunk that claims a gigabyte would be given one
-            with Image.open(io.BytesIO(content), formats=_FORMATS) as opened:
-                check_size(path, 3 * opened.width * opened.height, _MAX_PIXELS)
-                if max(opened.size) > _LONGEST_STRIP * min(opened.size):
-                    raise ValueError(f"a strip of {opened.width} x {opened.height} pixels")
-                _check_numbers(opened)
-                if small:
-                    opened.draft("RGB", (opened.width // 8, opened.height // 8))
-                opened.load()
-                return _as_rgb(_upright(opened))
+        # from memory: a chunk that claims a gigabyte would be given one
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as opened:
+            check_size(path, 3 * opened.width * opened.height, _MAX_PIXELS)
+            if max(opened.size) > _LONGEST_STRIP * min(opened.size):
+                raise ValueError(f"a strip of {opened.width} x {opened.height} pixels")
+            _check_numbers(opened)
+            if small:
+                opened.draft("RGB", (opened.width // 8, opened.height // 8))
+            opened.load()
+            return _as_rgb(_upright(opened))
     except DataFormatError:
         raise
     except Exception as error:  # the decoders raise nearly every kind on garbage

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageCms
 from torchvision.datasets.folder import IMG_EXTENSIONS, pil_loader
 
-from rmd_plugin.pictures import EXTENSIONS, check_picture, decode_picture, is_picture, read_picture
+from rmd_plugin.pictures import EXTENSIONS, bad_pictures, decode_picture, is_picture, read_picture
 from rmd_plugin.untrusted import DataFormatError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
@@ -30,7 +30,7 @@ def encoded(image, kind="PNG", **options):
 
 def pixels(content):
     """What decoding gives; the quick check must have taken it too."""
-    check_picture(content)
+    assert bad_pictures(1, lambda _: (content, "a.png")) == {}
     image = decode_picture(content)
     assert image.mode == "RGB"
     return np.asarray(image)
@@ -38,13 +38,10 @@ def pixels(content):
 
 def refused(content):
     """The one reason why both refuse it."""
-    messages = set()
-    for read in (decode_picture, check_picture):
-        with pytest.raises(DataFormatError) as caught:
-            read(content, "folder/a.png")
-        assert str(caught.value).startswith("folder/a.png: ")
-        messages.add(caught.value.reason)
-    (message,) = messages
+    with pytest.raises(DataFormatError) as caught:
+        decode_picture(content, "folder/a.png")
+    message = caught.value.reason
+    assert bad_pictures(1, lambda _: (content, "folder/a.png")) == {0: f"folder/a.png: {message}"}
     return message
 
 
@@ -228,6 +225,22 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path):
             read_picture(path)
     with pytest.raises(FileNotFoundError, match=r"missing\.png"):
         read_picture(tmp_path / "missing.png")
+
+
+def test_the_bad_ones_among_many_are_found_with_their_reasons(tmp_path):
+    good, cut = encoded(RGB), encoded(RGB)[:60]
+    contents = {index: cut if index in (7, 150) else good for index in range(200)}
+
+    def read(index):
+        if index == 40:
+            raise PermissionError(13, "Permission denied", "a40.png")
+        return contents[index], f"a{index}.png"
+
+    bad = bad_pictures(200, read)
+    assert list(bad) == [7, 40, 150]
+    assert bad[7].startswith("a7.png: is not a readable picture")
+    assert "Permission denied" in bad[40]
+    assert bad_pictures(0, read) == {}
 
 
 def test_the_endings_are_those_of_torchvision():
