@@ -20,6 +20,7 @@ _EXPORTS = {
     "DownloadError": "errors",
     "Features": "features",
     "Genomics": "genomics",
+    "ImageFolder": "image_folder",
     "ImageRows": "sources",
     "OODBenchmark": "base",
     "OODSet": "splits",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from .errors import ChecksumError, DataFormatError, DataNotFoundError, DownloadError
     from .features import Features
     from .genomics import Genomics
+    from .image_folder import ImageFolder
     from .simulation import Simulation
     from .sources import ImageRows, TensorRows, Texts
     from .splits import OODSet, Parts, Split

@@ -125,7 +125,10 @@ class OODBenchmark(Benchmark):
     def val_set(self) -> Split:
         """Held-out ID samples behind ``test_transform``, none of them in :meth:`train_set`; ValueError without any."""
         if len(self._val) == 0:
-            raise ValueError(f"{self.name} holds out no validation data; construct it with val_fraction > 0")
+            raise ValueError(
+                f"{self.name} holds out no validation data; construct it with val_fraction > 0, and so large that a "
+                "class has a sample to spare"
+            )
         return self._val
 
     def test_sets(self, known: bool = True, unknown: bool = True) -> list[Dataset]:

@@ -4,7 +4,6 @@ A source is an indexable store of raw items that can also feed its content to a 
 fingerprint depends on the data alone and not on file formats or library versions.
 """
 
-import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,12 +17,9 @@ from torch.utils.data import Dataset
 from torchvision.transforms import functional as vision
 
 from rmd_plugin.compare.fingerprint import fingerprint
-from rmd_plugin.untrusted import read_bytes
-
-from .errors import DataFormatError
+from rmd_plugin.pictures import read_content, read_picture
 
 _HASH_ROWS = 4096
-_MAX_PICTURE = 1 << 28
 Items = TypeVar("Items")
 
 
@@ -111,27 +107,29 @@ class Texts(Source[Sequence[str]]):
             yield f"{len(content)}\n".encode() + content
 
 
-class ImageFiles(Source[Sequence[Path]]):
-    """Pictures of any size on disk, scaled and centre-cropped to squares of ``size`` pixels."""
+class ImageFiles(Source[Sequence[str | Path]]):
+    """Pictures on disk, in RGB; see :mod:`rmd_plugin.pictures` for what becomes of each kind.
 
-    def __init__(self, paths: Sequence[Path], size: int) -> None:
+    Args:
+        paths: the files.
+        size: scale and centre-crop to squares of so many pixels; None leaves every picture as it is.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], size: int | None = None) -> None:
         super().__init__(paths)
         self.size = size
 
     def __getitem__(self, index: int) -> Image.Image:
-        try:
-            # from memory: a chunk that claims a gigabyte would be given one
-            with Image.open(io.BytesIO(read_bytes(self.items[index], _MAX_PICTURE))) as opened:
-                image = opened.convert("RGB")
-        except Exception as error:  # the decoders raise nearly every kind on garbage
-            raise DataFormatError(self.items[index], f"is not a readable picture: {error}") from None
+        image = read_picture(self.items[index])
+        if self.size is None:
+            return image
         cropped: Image.Image = vision.center_crop(vision.resize(image, self.size), self.size)
         return cropped
 
     def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
         yield f"files {self.size} {len(indices)}\n".encode()
         for index in indices:
-            content = self.items[index].read_bytes()
+            content = read_content(self.items[index])
             yield f"{len(content)}\n".encode() + content
 
 

@@ -12,8 +12,8 @@ from ..errors import DataFormatError
 _LONGEST_LINE = 1 << 16
 
 
-def read_json(path: str | Path, max_bytes: int = 1 << 25) -> object:
-    """Value of a JSON file: no NaN, no doubled keys, bounded size and depth, or an error with the offset."""
+def strict_json(text: str) -> object:
+    """Value of a JSON text: no NaN, no doubled keys, bounded depth; else a ValueError."""
 
     def no_constant(name: str) -> object:
         raise ValueError(f"the constant {name} is not JSON")
@@ -24,20 +24,26 @@ def read_json(path: str | Path, max_bytes: int = 1 << 25) -> object:
             raise ValueError("an object holds the same key twice")
         return found
 
+    try:
+        value: object = json.loads(text, parse_constant=no_constant, object_pairs_hook=unique)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return value
+
+
+def read_json(path: str | Path, max_bytes: int = 1 << 25) -> object:
+    """Value of a JSON file by :func:`strict_json`, of bounded size, or an error with the offset."""
     content = read_bytes(path, max_bytes)
     try:
         text = content.decode("utf-8-sig")
-        value: object = json.loads(text, parse_constant=no_constant, object_pairs_hook=unique)
+        return strict_json(text)
     except UnicodeDecodeError as error:
         raise DataFormatError(path, f"is not UTF-8 text: {error.reason}", error.start) from None
     except json.JSONDecodeError as error:
         offset = len(text[: error.pos].encode("utf-8", "surrogatepass"))
         raise DataFormatError(path, f"is not JSON: {error.msg}", offset) from None
-    except RecursionError:
-        raise DataFormatError(path, "is not JSON of this benchmark: nested too deeply") from None
     except ValueError as error:
         raise DataFormatError(path, f"is not JSON: {error}") from None
-    return value
 
 
 def read_table(path: str | Path, columns: Sequence[str]) -> Iterator[tuple[int, list[bytes]]]:
