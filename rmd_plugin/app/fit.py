@@ -12,10 +12,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from rmd_plugin.app.compare import check_required, console_width, untrained_remark
+from rmd_plugin.app.device import choose_device
 from rmd_plugin.app.errors import whole_number
 from rmd_plugin.app.parts import (
     check_backbone_takes,
-    choose_device,
     make_backbone,
     make_benchmark,
     make_detectors,

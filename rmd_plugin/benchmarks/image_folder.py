@@ -73,7 +73,9 @@ class ImageFolder(OwnData):
                 found[key] = Rows(ImageFiles(paths), np.array(labels, dtype=object), folder / key)
         if (folder / "ood").is_dir():
             for name, members in _folders(folder / "ood").items():
-                found[OOD + name] = Rows(ImageFiles(members), np.full(len(members), name, dtype=object), folder / "ood" / name)
+                found[OOD + name] = Rows(
+                    ImageFiles(members), np.full(len(members), name, dtype=object), folder / "ood" / name
+                )
         return found
 
     def _from_table(self, table: Path) -> dict[str, Rows]:

@@ -26,6 +26,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from pytorch_ood.api import Detector
 from safetensors import torch as safetensors
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from rmd_plugin import backbones
 from rmd_plugin.backbones.base import Backbone, as_backbone
 from rmd_plugin.backbones.transforms import ImageTransform
 from rmd_plugin.detectors.calibrated import Calibrated
+from rmd_plugin.detectors.conformal import Calibration
 from rmd_plugin.guard.card import model_card
 from rmd_plugin.report.provenance import collect_versions
 from rmd_plugin.untrusted import DataFormatError, one_line, read_mapping
@@ -46,6 +48,7 @@ ABOUT, WEIGHTS, DETECTOR, CARD, ONNX, ASSETS = (
     "guard.json", "weights.safetensors", "detector.safetensors", "README.md", "model.onnx", "assets",
 )  # fmt: skip
 _MAX_ABOUT = 1 << 24
+_BINS = 40
 #: names of files as they stand in ``guard.json``; no name leads out of the folder
 _NAME = re.compile(r"(?:assets/)?[A-Za-z0-9_][\w.-]*", flags=re.ASCII)
 _REMEDY = "Take a whole copy of the folder, or make it again with rmd-fit."
@@ -122,6 +125,7 @@ def _about(guard: Guard) -> dict[str, Any]:
         "alpha": guard.alpha,
         "threshold": threshold.tolist() if isinstance(threshold, Tensor) else threshold,
         "calibration_samples": len(guard.detector.calibration or ()),
+        "validation_scores": _histogram(guard.detector.calibration),
         "detector": _detector_in_words(guard.detector.detector),
         "backbone": _describe(guard.backbone),
         "preprocessing": asdict(guard.transform) if isinstance(guard.transform, ImageTransform) else None,
@@ -130,6 +134,18 @@ def _about(guard: Guard) -> dict[str, Any]:
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": collect_versions(),
     })  # fmt: skip
+
+
+def _histogram(calibration: Calibration | None) -> dict[str, list[float]] | None:
+    """How the scores of the calibration samples are spread, for whoever draws new ones beside them."""
+    if calibration is None:
+        return None
+    finite = calibration.scores.isfinite()
+    scores, weights = calibration.scores[finite].cpu().numpy(), calibration.weights[finite].cpu().numpy()
+    if not len(scores):
+        return None
+    counts, edges = np.histogram(scores, bins=_BINS, weights=weights)
+    return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 
 def _detector_in_words(detector: Detector) -> str:
