@@ -50,8 +50,7 @@ def fit(cfg: DictConfig) -> Guard:
         raise ValueError(f"a guard has one detector, got {', '.join(detectors)}. For example detector=fused.")
     out = Path(cfg.out)
     check_target(out)
-    if cfg.onnx:
-        require_onnx()
+    onnx = _wants_onnx(cfg.onnx)
     benchmark = make_benchmark(cfg)
     backbone = make_backbone(cfg, benchmark, num_classes=benchmark.num_classes if cfg.head == "own" else None)
     check_backbone_takes(cfg, backbone, benchmark)
@@ -75,15 +74,30 @@ def fit(cfg: DictConfig) -> Guard:
     if result.interrupted:
         raise KeyboardInterrupt
     guard = make_guard(extractor, result, next(iter(detectors)))
-    if cfg.onnx:
+    if onnx:
         GuardGraph(guard)  # a detector that cannot be exported is refused before anything is written
     guard.about |= {"command": current_command("rmd-fit"), "seed": int(cfg.seed)}
-    guard.save(out, onnx=cfg.onnx)
+    guard.save(out, onnx=onnx)
     console = Console(width=console_width())
     for table in comparison_tables(result.rows) + decision_tables(result.rows):
         console.print(to_terminal(table, width=console.width))
     print(f"Guard: {out}")
     return guard
+
+
+def _wants_onnx(wanted: object) -> bool:
+    """Whether to write ``model.onnx``: as the config says, or with ``auto`` if the packages are there."""
+    if wanted not in (True, False, "auto"):
+        raise ValueError(f"onnx must be true, false or auto, got {wanted!r}.")
+    if wanted:
+        try:
+            require_onnx()
+        except ImportError as error:
+            if wanted != "auto":
+                raise
+            log.warning("model.onnx is left out: %s.", error)
+            return False
+    return bool(wanted)
 
 
 def _prepare_as_deployed(backbone: Backbone, benchmark: OODBenchmark) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import config_kit
 import numpy as np
@@ -143,6 +144,16 @@ def test_what_cannot_be_is_said_in_one_line_and_nothing_is_written(run, tmp_path
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
+def test_without_the_extra_the_guard_is_written_without_onnx_and_that_is_said(run, tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)  # as if it were not installed
+    run("out=guard", "onnx=auto")
+    assert "model.onnx is left out" in caplog.text
+    assert "[export]" in caplog.text
+    assert not (tmp_path / "guard" / "model.onnx").exists()
+    assert "rmd-plugin[export]" in run("out=other", "onnx=true", code=1)
+    assert "onnx must be true, false or auto, got 'maybe'" in run("out=other", "onnx=maybe", code=1)
+
+
 def test_a_benchmark_that_needs_a_path_asks_for_it(run):
     assert "benchmark=features needs benchmark.path: give benchmark.path=VALUE" in run(
         "out=guard", "benchmark=features", tiny=False, code=1
@@ -157,7 +168,7 @@ def test_help_names_the_options_and_comes_without_torch(tmp_path):
         "rmd-fit benchmark=image_folder",
         "out: ???  # folder of the guard",
         "alpha: 0.05",
-        "onnx: true",
+        "onnx: auto",
         "rmd-score OUT",
     ):
         assert text in done.stdout
