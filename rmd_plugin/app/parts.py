@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 #: side of pictures for a network that has none of its own
 _PICTURE_SIZE = 32
 #: backbones whose config is for any model of a library: the model's name belongs to the backbone's
-_GENERIC = ("bert", "timm", "torchvision", "open_clip")
+_GENERIC = ("bert", "hf", "timm", "torchvision", "open_clip")
 #: options of backbones that the first sample of a benchmark decides where the config leaves them open
 _FROM_SAMPLE: dict[str, Callable[[Tensor], int]] = {
     "in_features": Tensor.numel,
