@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from rmd_plugin.backbones.checkpoint import PREPROCESSING
+from rmd_plugin.backbones.transforms import ImageTransform
+
 if TYPE_CHECKING:
     from rmd_plugin.backbones.base import Backbone
 
@@ -75,6 +78,12 @@ class Classifier(pl.LightningModule):
                 values, prog_bar=True, on_epoch=True, on_step=False, batch_size=count, sync_dist=stage == "val"
             )
         return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note how pictures were prepared, for whoever loads the weights."""
+        transform = self.backbone.test_transform
+        if isinstance(transform, ImageTransform):
+            checkpoint[PREPROCESSING] = repr(transform)
 
     def configure_optimizers(self) -> Any:
         """Optimizer and scheduler over the parameters that may learn."""

@@ -23,6 +23,7 @@ from rmd_plugin.app.parts import (
     make_extractor,
     run_names,
 )
+from rmd_plugin.app.preprocessing import say_preprocessing
 from rmd_plugin.atomic import replacing
 from rmd_plugin.backbones.base import Backbone
 from rmd_plugin.compare.comparison import Comparison
@@ -52,6 +53,7 @@ def compare(cfg: DictConfig) -> None:
         num_classes = benchmark.num_classes if cfg.head == "own" else None
         backbone = make_backbone(cfg, benchmark, num_classes=num_classes)
         check_backbone_takes(cfg, backbone, benchmark)
+        folder.note(preprocessing=say_preprocessing(cfg, backbone, benchmark))
         extractor = make_extractor(cfg, benchmark, backbone, device)
         result = evaluate(cfg, extractor, folder, remark=untrained_remark(cfg, backbone))
         print(f"Written to {folder.path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -18,14 +19,19 @@ from torch import Tensor
 
 from rmd_plugin.app.last_checkpoint import LastCheckpoint
 from rmd_plugin.backbones.base import Backbone, as_backbone
+from rmd_plugin.backbones.transforms import ImageTransform
 from rmd_plugin.benchmarks.base import OODBenchmark, as_benchmark
 from rmd_plugin.compare.adapters import Factory
 from rmd_plugin.compare.cache import FeatureCache
 from rmd_plugin.compare.extraction import Extractor
 from rmd_plugin.encoding.isolation import evaluating
 
+log = logging.getLogger(__name__)
+
+#: side of pictures for a network that has none of its own
+_PICTURE_SIZE = 32
 #: backbones whose config is for any model of a library: the model's name belongs to the backbone's
-_GENERIC = ("bert", "timm", "torchvision", "open_clip")
+_GENERIC = ("bert", "hf", "timm", "torchvision", "open_clip")
 #: options of backbones that the first sample of a benchmark decides where the config leaves them open
 _FROM_SAMPLE: dict[str, Callable[[Tensor], int]] = {
     "in_features": Tensor.numel,
@@ -49,12 +55,18 @@ def make_benchmark(cfg: DictConfig) -> OODBenchmark:
 def make_backbone(cfg: DictConfig, benchmark: OODBenchmark, *, num_classes: int | None = None) -> Backbone:
     """The backbone of a config, a missing input size taken from the first sample of the benchmark.
 
+    Pictures of any size, which a network for tensors could not take, are resized to 32 pixels unless the config says.
     ``num_classes`` is for a new head, where the config does not say; None leaves the head to the checkpoint.
     """
     node, changes = cfg.backbone, {}
     undecided = [str(name) for name in node if name in _FROM_SAMPLE and node.get(name) is None]
     if undecided:
-        sample = benchmark.train_set()[0][0]
+        sample: object = benchmark.train_set()[0][0]
+        if hasattr(sample, "convert") and "image_size" in node and not _has_transform(node):
+            node = OmegaConf.merge(node, {"image_size": _PICTURE_SIZE})
+            log.info("backbone.image_size=%d: the pictures are of any size.", _PICTURE_SIZE)
+        if "image_size" in node and _has_transform(node):
+            sample = _prepared_sample(node, benchmark)
         if isinstance(sample, Tensor):
             # merged, not passed on: Hydra refuses a config with a missing value even if it is given beside it
             node = OmegaConf.merge(node, {name: _FROM_SAMPLE[name](sample) for name in undecided})
@@ -66,6 +78,19 @@ def make_backbone(cfg: DictConfig, benchmark: OODBenchmark, *, num_classes: int 
     if cfg.get("checkpoint") is not None:
         changes["checkpoint"] = cfg.checkpoint
     return as_backbone(build(node, **changes))
+
+
+def _has_transform(node: DictConfig) -> bool:
+    return any(node.get(name) is not None for name in ("image_size", "mean", "std", "transform"))
+
+
+def _prepared_sample(node: DictConfig, benchmark: OODBenchmark) -> object:
+    """The first sample, as a network without weights of its own is going to get it."""
+    if node.get("transform") is not None:
+        transform = build(node.transform)
+    else:
+        transform = ImageTransform(node.image_size, (0.0,) * 3, (1.0,) * 3)
+    return benchmark.fit_set().with_transform(transform)[0][0]
 
 
 def check_backbone_takes(cfg: DictConfig, backbone: Backbone, benchmark: OODBenchmark) -> None:
@@ -88,6 +113,8 @@ def check_backbone_takes(cfg: DictConfig, backbone: Backbone, benchmark: OODBenc
 
 def _misfit(cfg: DictConfig, sample: object) -> str:
     what, fits = type(sample).__name__, "bert" if isinstance(sample, str) else "another backbone"
+    if hasattr(sample, "convert"):
+        what, fits = "pictures", "small_cnn or efficientnet_lite0"
     if isinstance(sample, Tensor):
         what, fits = f"{sample.dtype} of shape {tuple(sample.shape)}", "mlp or small_cnn"
     return (

@@ -27,6 +27,7 @@ from rmd_plugin.app.parts import (
     make_extractor,
     make_loggers,
 )
+from rmd_plugin.app.preprocessing import say_preprocessing
 from rmd_plugin.app.resume import CHECKPOINTS, nothing_left, resume_point
 from rmd_plugin.app.trainer import evaluation_device, make_trainer
 from rmd_plugin.app.trust import check_config
@@ -79,6 +80,8 @@ def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
             seed=cfg.seed,
         )
         check_backbone_takes(cfg, backbone, benchmark)
+        if cfg.train and not helps_to_train():
+            folder.note(preprocessing=say_preprocessing(cfg, backbone, benchmark))
         # all that can be wrong with the options is said before hours of training
         if cfg.train:
             module = Classifier(backbone, **instantiate(cfg.optimizer))
@@ -97,6 +100,7 @@ def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
                 return None
         else:
             _load_trained(cfg, backbone)
+            folder.note(preprocessing=say_preprocessing(cfg, backbone, benchmark))
 
         extractor = make_extractor(cfg, benchmark, backbone, evaluation_device(cfg.trainer))
         result = evaluate(cfg, extractor, folder)

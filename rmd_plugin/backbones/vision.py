@@ -93,18 +93,6 @@ class Timm(Backbone):
         if classifier is not None:
             self._take_head(classifier, name)
 
-    def _take_head(self, classifier: nn.Module, name: str) -> None:
-        """Keep a pre-trained classifier, linear or a 1x1 convolution, as the head."""
-        weight, bias = getattr(classifier, "weight", None), getattr(classifier, "bias", None)
-        if not isinstance(weight, Tensor) or weight.flatten(1).shape[1] != self.feature_dim:
-            raise ValueError(
-                f"the classifier of {name} is a {type(classifier).__name__}, not linear: pretrained_head=false."
-            )
-        self._make_room(len(weight), name)
-        state = {"weight": weight.flatten(1), "bias": torch.zeros(len(weight)) if bias is None else bias}
-        self.get_submodule("head").load_state_dict(state)
-        self.head_loaded = True
-
 
 def _timm_config(timm: Any, name: str) -> Any:
     """What timm knows about the weights of a name, ``None`` if it has none."""

@@ -23,6 +23,7 @@ from rmd_plugin.compare.bootstrap import Bootstrap
 from rmd_plugin.compare.decisions import decide
 from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor, SplitFeatures
 from rmd_plugin.compare.metrics import compare_scores
+from rmd_plugin.compare.plausibility import doubt_accuracy
 from rmd_plugin.compare.probe import fit_linear_probe
 from rmd_plugin.compare.rows import (
     ACCURACY,
@@ -191,6 +192,11 @@ class _Run:
             return
         test = self.encoded(TEST)
         value = float(accuracy(cast(Tensor, test.logits).argmax(1), cast(Tensor, test.labels)))
+        if self.head is own and loaded:
+            noted = getattr(getattr(self.extractor.backbone, "noted", None), "accuracy", None)
+            if doubt := doubt_accuracy(value, len(test), self.num_classes, noted):
+                log.warning("Accuracy: %s.", doubt)
+                origin = f"{origin}; {doubt}"
         self.result.rows.append(self.row("", ACCURACY, value, reason=origin))
 
     def encoded(self, split: str) -> Encoded:

@@ -30,7 +30,7 @@ from rmd_plugin.untrusted import DataFormatError, from_csv_cell, one_line, read_
 CONFIG = "config.yaml"  # resolved: a run can be repeated from it
 ROWS = "rows.csv"  # the results, one number per line: a run that is repeated gives the same bytes
 TIMINGS = "timings.csv"  # how long everything took, as rows too, but never the same twice
-VERSIONS = "versions.json"  # command, versions of python and of the packages, commit, platform
+VERSIONS = "versions.json"  # command, versions of python and of the packages, commit, platform, preprocessing
 STATUS = "status.json"  # how the run ended
 HISTORY = "history.csv"  # what OODMonitor saw in every epoch
 SCORES = "scores.npz"  # of every detector on every set
@@ -163,6 +163,10 @@ class RunFolder:
         self._write_status(
             RunStatus("running", about=about or {}, started=_now(), host=socket.gethostname(), pid=os.getpid())
         )
+
+    def note(self, **more: str) -> None:
+        """Add to what the run was made with, which :meth:`read_versions` gives."""
+        self._write_json(VERSIONS, {**self.read_versions(), **more})
 
     def finish(self, state: State = "done", reason: str = "") -> None:
         """Write how the run ended, and why; what the status knew before stays."""

@@ -10,6 +10,7 @@ from config_kit import CONF, choices, chosen
 from hydra.utils import get_class, instantiate
 
 from rmd_plugin.backbones import (
+    HF,
     MLP,
     EfficientNetLite0,
     OpenCLIP,
@@ -25,7 +26,7 @@ CONFIGS = choices("backbone")
 PLANNED = {
     *("wrn28_10", "wrn40_2", "resnet18_cifar", "resnet56_cifar", "small_cnn", "mlp", "identity", "genomics_cnn"),
     *("genomics_bert", "vit_b16", "bit_r50x1", "clip_vit_b32", "timm", "open_clip", "torchvision"),
-    *("efficientnet_lite0", "bert"),
+    *("efficientnet_lite0", "bert", "hf"),
 }
 
 
@@ -49,7 +50,7 @@ def test_each_config_starts_with_its_command_and_fits_its_class(choice: str) -> 
     assert given <= accepted
     assert shared == {"num_classes", "checkpoint", "load_head", "frozen"}
     assert shared <= given
-    if issubclass(target, (ResNet, WideResNet, SmallCNN, MLP, EfficientNetLite0, Timm, OpenCLIP, TorchVision)):
+    if issubclass(target, (ResNet, WideResNet, SmallCNN, MLP, EfficientNetLite0, HF, Timm, OpenCLIP, TorchVision)):
         assert {"image_size", "mean", "std", "transform"} <= given
 
 
