@@ -94,7 +94,7 @@ class ResNet(Backbone):
     """Residual network of basic blocks for small images; D = the last width.
 
     Names in the checkpoint may be torchvision's (``downsample``, ``fc``) or those common for CIFAR
-    (``shortcut``, ``linear``).
+    (``shortcut``, ``linear``); OpenOOD's ResNet-18 has ``shortcut`` and ``fc``.
 
     Args:
         blocks: basic blocks per group: (2, 2, 2, 2) is ResNet-18, (9, 9, 9) ResNet-56.
@@ -104,6 +104,7 @@ class ResNet(Backbone):
         image_size: pictures of other sizes are resized to it.
         mean: normalisation of pixels in [0, 1], per channel.
         std: normalisation, per channel.
+        interpolation: ``bicubic`` or ``bilinear``, of the resizing.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`.
 
     Example:
@@ -123,6 +124,7 @@ class ResNet(Backbone):
         image_size: int = 32,
         mean: Sequence[float] = CIFAR_MEAN,
         std: Sequence[float] = CIFAR_STD,
+        interpolation: Literal["bicubic", "bilinear"] = "bicubic",
         **shared: Unpack[SharedOptions],
     ) -> None:
         if not blocks or len(blocks) != len(widths) or min(blocks) < 1:
@@ -136,7 +138,7 @@ class ResNet(Backbone):
             _Encoder(blocks, widths, shortcut, in_channels),
             widths[-1],
             architecture=sizes,
-            **image_transforms(image_size, mean, std),
+            **image_transforms(image_size, mean, std, interpolation=interpolation),
             **shared,
         )
 
