@@ -19,6 +19,7 @@ _EXPORTS = {
     "Digits": "digits",
     "DownloadError": "errors",
     "Features": "features",
+    "Framework": "framework",
     "Genomics": "genomics",
     "ImageRows": "sources",
     "OODBenchmark": "base",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .digits import Digits
     from .errors import ChecksumError, DataFormatError, DataNotFoundError, DownloadError
     from .features import Features
+    from .framework import Framework
     from .genomics import Genomics
     from .simulation import Simulation
     from .sources import ImageRows, TensorRows, Texts

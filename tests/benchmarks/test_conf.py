@@ -9,9 +9,24 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
-from rmd_plugin.benchmarks import DataNotFoundError, OODBenchmark
+from rmd_plugin.benchmarks import DataNotFoundError, Framework, OODBenchmark
 
 NAMES = config_kit.choices("benchmark")
+#: our name -> class of pytorch_ood.benchmark
+FRAMEWORK = {
+    "openood_cifar10": "CIFAR10_OpenOOD",
+    "openood_cifar100": "CIFAR100_OpenOOD",
+    "openood_imagenet200": "ImageNet200_OpenOOD",
+    "openood_imagenet1k": "ImageNet1K_OpenOOD",
+    "odin_cifar10": "CIFAR10_ODIN",
+    "odin_cifar100": "CIFAR100_ODIN",
+    "ssb_cub": "CUB_SSB",
+    "ssb_aircraft": "Aircraft_SSB",
+    "ssb_cars": "StanfordCars_SSB",
+    "mibood_midog": "MIDOG_OpenMIBOOD",
+    "mibood_phakir": "PhaKIR_OpenMIBOOD",
+    "mibood_oasis3": "OASIS3_OpenMIBOOD",
+}
 
 
 def composed(name, *overrides):
@@ -19,8 +34,14 @@ def composed(name, *overrides):
 
 
 def test_there_is_a_config_for_every_benchmark_of_the_plan():
-    expected = "cifar100_vs_cifar10 cifar10_vs_cifar100 clinc150 digits features genomics simulation"
-    assert sorted(expected.split()) == NAMES
+    expected = "cifar100_vs_cifar10 cifar10_vs_cifar100 clinc150 digits features genomics simulation framework"
+    assert sorted([*expected.split(), *FRAMEWORK]) == NAMES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FRAMEWORK)
+def test_a_benchmark_of_the_framework_has_a_name_here(name):
+    assert composed(name).name == FRAMEWORK[name]
 
 
 @pytest.mark.slow
@@ -33,10 +54,10 @@ def test_a_config_names_its_command_its_class_and_the_class_s_own_defaults(name,
     config = composed(name)
     target = get_class(config._target_)
     assert issubclass(target, OODBenchmark)
-    assert target.name == name
+    assert name == "framework" or name in FRAMEWORK or target.name == name
     parameters = inspect.signature(target).parameters
     for key in config:
-        if key in ("_target_", "path"):
+        if key in ("_target_", "path") or (key == "name" and target is Framework):
             continue
         value = config[key]
         value = tuple(value) if OmegaConf.is_list(value) else value
@@ -71,8 +92,9 @@ def test_a_transform_can_be_given_to_the_config_when_it_is_built():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("digits", "simulation", "features")])
-def test_absent_data_is_one_error_that_names_the_remedy(name, tmp_path):
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("digits", "simulation", "features", "framework")])
+def test_absent_data_is_one_error_that_names_the_remedy(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     with pytest.raises(InstantiationException) as caught:
         instantiate(composed(name, f"benchmark.data_dir={tmp_path}"))
     cause = caught.value.__cause__
