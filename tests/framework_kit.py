@@ -152,9 +152,9 @@ def cifar_batches(root, published, monkeypatch, *, classes, key):
     monkeypatch.setattr(published, "meta", {**published.meta, "md5": meta[1]})
 
 
-def unpacked(root, kind, monkeypatch, *, count=3, folder=None, suffix=".png", check="tgz_md5"):
+def unpacked(root, kind, monkeypatch, *, count=3, folder=None, size=(40, 32), check="tgz_md5"):
     """An archive beside its unpacked pictures, as the framework leaves them; its md5 becomes the published one."""
     for number in range(count):
-        picture(root / (folder or kind.base_folder) / f"{number}{suffix}", (40, 32))
+        picture(root / (folder or kind.base_folder) / f"{number}.png", size)
     (root / kind.filename).write_bytes(kind.__name__.encode())
     monkeypatch.setattr(kind, check, md5(root / kind.filename))

@@ -1,6 +1,8 @@
 """Every file of conf/benchmark: its command, the class's own defaults, and a benchmark when it is composed."""
 
 import inspect
+import re
+import shlex
 
 import config_kit
 import numpy as np
@@ -92,7 +94,9 @@ def test_a_transform_can_be_given_to_the_config_when_it_is_built():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("digits", "simulation", "features", "framework")])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("digits", "simulation", "features", "framework")]
+)
 def test_absent_data_is_one_error_that_names_the_remedy(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     with pytest.raises(InstantiationException) as caught:
@@ -107,3 +111,21 @@ def test_features_are_built_from_a_path(tmp_path):
     np.savez(tmp_path / "a.npz", features=np.random.default_rng(0).normal(size=(30, 4)), labels=np.arange(30) % 3 - 1)
     benchmark = instantiate(composed("features", f"benchmark.path={tmp_path / 'a.npz'}"))
     assert (benchmark.num_classes, benchmark.ood_names) == (2, ["ood"])
+
+
+PAGE = (config_kit.ROOT / "docs" / "benchmarks.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", re.findall(r"^rmd-compare (.*)$", PAGE, flags=re.M))
+def test_the_commands_of_the_page_on_benchmarks_compose_to_their_backbone(command):
+    config = config_kit.composed("compare", *shlex.split(command))
+    assert issubclass(get_class(config.benchmark._target_), OODBenchmark)
+    accepted = set(inspect.signature(get_class(config.backbone._target_)).parameters)
+    given = {str(key) for key in config.backbone if not str(key).startswith("_")}
+    assert given - accepted <= {"num_classes", "checkpoint", "load_head", "frozen"}
+
+
+def test_the_page_on_benchmarks_names_every_one_with_its_class():
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+_\w+)` \|", PAGE, flags=re.M))
+    assert rows == FRAMEWORK
