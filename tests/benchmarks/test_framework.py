@@ -10,6 +10,7 @@ import pytest
 import pytorch_ood.benchmark as published
 import torch
 from PIL import Image
+from pytorch_ood.benchmark.img import ssb
 from pytorch_ood.dataset.img import LSUNCrop, LSUNResize, TinyImageNetCrop, TinyImageNetResize
 from torch.utils.data import ConcatDataset
 from torchvision.datasets import CIFAR10, CIFAR100
@@ -50,11 +51,12 @@ NOISE = ("Uniform", "Gaussian", "UniformNoise", "GaussianNoise")
 
 
 @pytest.fixture(autouse=True)
-def _no_network(monkeypatch, tmp_path):
+def _no_network(monkeypatch, tmp_path, request):
     def refuse(*args, **kwargs):
         raise AssertionError("a download was started")
 
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    if "server" not in request.fixturenames:
+        monkeypatch.setattr(urllib.request, "urlopen", refuse)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))  # where the framework keeps OpenOOD's lists
 
 
@@ -181,6 +183,21 @@ def test_a_file_of_class_splits_with_another_hash_is_never_opened(name, fake, tm
     path.unlink()
     with pytest.raises(DataNotFoundError, match=r"class splits .*_osr_splits\.pkl are not there.*download=True"):
         Framework(name=name, data_dir=root)
+
+
+def test_class_splits_are_fetched_if_that_is_asked_for_and_kept_only_if_their_hash_is_right(fake, server, monkeypatch):
+    root = fake("CUB_SSB")
+    served, url = server
+    path = next((root / "ssb_splits").iterdir())
+    monkeypatch.setattr(ssb, "_SSB_SPLIT_BASE", url)
+    path.rename(served / path.name)
+    benchmark = Framework(name="CUB_SSB", data_dir=root, download=True)
+    assert (benchmark.num_classes, benchmark.ood_names) == (2, ["Hard", "Easy"])
+    path.unlink()
+    (served / path.name).write_bytes(pickle.dumps({}))
+    with pytest.raises(ChecksumError, match="Not kept"):
+        Framework(name="CUB_SSB", data_dir=root, download=True)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("name", KINDS)

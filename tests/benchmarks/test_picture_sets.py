@@ -2,6 +2,8 @@
 
 import gzip
 import struct
+import sys
+import tarfile
 import urllib.request
 
 import framework_kit as kit
@@ -13,17 +15,18 @@ from pytorch_ood.dataset import img
 from pytorch_ood.dataset.img.pixmix import PixMixExampleDatasets
 from torchvision.datasets import SVHN
 
-from rmd_plugin.benchmarks import CIFAR10vsCIFAR100, DataFormatError, DataNotFoundError
+from rmd_plugin.benchmarks import CIFAR10vsCIFAR100, DataFormatError, DataNotFoundError, DownloadError
 from rmd_plugin.benchmarks.readers.framework_sets import PICTURE_SETS, load_picture_set
 from rmd_plugin.benchmarks.readers.nifti import central_slice
 
 
 @pytest.fixture(autouse=True)
-def _no_network(monkeypatch):
+def _no_network(monkeypatch, request):
     def refuse(*args, **kwargs):
         raise AssertionError("a download was started")
 
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    if "server" not in request.fixturenames:
+        monkeypatch.setattr(urllib.request, "urlopen", refuse)
 
 
 def load(name, folder, **options):
@@ -60,6 +63,39 @@ def test_an_unknown_name_and_an_unknown_option_are_refused(tmp_path):
         load("Texture", tmp_path)
     with pytest.raises(ValueError, match=r"MNISTC has no option 'kind'; it has root, subset, split"):
         load({"MNISTC": {"kind": "fog"}}, tmp_path)
+
+
+def test_options_that_the_class_refuses_and_empty_folders_are_told(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"OpenImagesO cannot be made with \{'subset': 'all'\}: AssertionError"):
+        load({"OpenImagesO": {"subset": "all"}}, tmp_path)
+    with pytest.raises(ValueError, match=r"CIFAR100GAN cannot be made with \{'sigma': 3\}: 3"):
+        load({"CIFAR100GAN": {"sigma": 3}}, tmp_path)
+    kit.unpacked(tmp_path, img.LSUNCrop, monkeypatch, count=0)
+    (tmp_path / img.LSUNCrop.base_folder).mkdir(parents=True)
+    with pytest.raises(DataNotFoundError, match=r"LSUNCrop is not complete in .*: no picture is there\."):
+        load("LSUNCrop", tmp_path)
+
+
+def test_a_set_is_fetched_by_the_framework_if_that_is_asked_for(server, tmp_path, monkeypatch):
+    served, url = server
+    for number in range(2):
+        kit.picture(tmp_path / "packed" / img.LSUNCrop.base_folder / f"{number}.png")
+    with tarfile.open(served / img.LSUNCrop.filename, "w:gz") as archive:
+        archive.add(tmp_path / "packed" / "LSUN", "LSUN")
+    monkeypatch.setattr(img.LSUNCrop, "url", f"{url}/{img.LSUNCrop.filename}")
+    with pytest.raises(DataNotFoundError, match="not found or corrupted"):
+        load("LSUNCrop", tmp_path / "wrong", download=True)  # its md5 is not the published one
+    monkeypatch.setattr(img.LSUNCrop, "tgz_md5", kit.md5(served / img.LSUNCrop.filename))
+    assert len(load("LSUNCrop", tmp_path / "fresh", download=True)) == 2
+    monkeypatch.setattr(img.LSUNCrop, "url", "http://127.0.0.1:9/gone")
+    with pytest.raises(DownloadError, match="could not download LSUNCrop"):
+        load("LSUNCrop", tmp_path / "other", download=True)
+
+
+def test_what_the_framework_needs_to_fetch_is_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gdown", None)
+    with pytest.raises(DataNotFoundError, match=r"Places365 is not complete .*You have to install 'gdown'"):
+        load("Places365", tmp_path, download=True)
 
 
 @pytest.mark.parametrize("name", ["GaussianNoise", "UniformNoise"])

@@ -77,9 +77,16 @@ def load_picture_set(
     if open_ones:
         raise ValueError(f"{name} needs {open_ones[0]!r}: give far=[{{{name}: {{{open_ones[0]}: VALUE}}}}]")
     with asking_framework(name, folder, download=download and "download" in taken, file=_file(kind)):
-        dataset = kind(**options)
+        try:
+            dataset = kind(**options)
+        except (AssertionError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"{name} cannot be made with {dict(given)}: {str(error) or type(error).__name__}"
+            ) from error
     with asking_framework(name, folder, file=_file(kind)):
         source = pictures(dataset, seed=seed, size=size)
+        if len(source) == 0:
+            raise FileNotFoundError("no picture is there")
         source[0]  # some list their files without looking for them
     return ":".join([name, *map(str, given.values())]), source
 
