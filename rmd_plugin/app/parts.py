@@ -183,6 +183,8 @@ def run_names(cfg: DictConfig) -> tuple[str, str]:
         value = cfg.benchmark.get(key)
         if value not in (None, usual):
             benchmark = f"{benchmark}:{value}"
+    if benchmark == "framework" and cfg.benchmark.get("name"):
+        benchmark = f"framework:{cfg.benchmark.name}"
     if backbone in _GENERIC and cfg.backbone.get("name"):
         backbone = f"{backbone}:{os.path.basename(str(cfg.backbone.name))}"
     return benchmark, backbone

@@ -97,7 +97,7 @@ class ResNet(Backbone):
     """Residual network of basic blocks for small images; D = the last width.
 
     Names in the checkpoint may be torchvision's (``downsample``, ``fc``) or those common for CIFAR
-    (``shortcut``, ``linear``).
+    (``shortcut``, ``linear``); OpenOOD's ResNet-18 has ``shortcut`` and ``fc``.
 
     Args:
         blocks: basic blocks per group: (2, 2, 2, 2) is ResNet-18, (9, 9, 9) ResNet-56.
@@ -105,6 +105,7 @@ class ResNet(Backbone):
         shortcut: where the size changes, ``conv`` learns a 1x1 convolution, ``pad`` fills with zeros.
         in_channels: channels of the input.
         image_size: pictures of other sizes are resized to it.
+        interpolation: ``bicubic`` or ``bilinear``, of the resizing.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. mean, std, transform; see
             :class:`VisionOptions`; without them pictures are normalised as is usual for CIFAR.
 
@@ -123,6 +124,7 @@ class ResNet(Backbone):
         shortcut: Literal["conv", "pad"] = "conv",
         in_channels: int = 3,
         image_size: int = 32,
+        interpolation: Literal["bicubic", "bilinear"] = "bicubic",
         **shared: Unpack[VisionOptions],
     ) -> None:
         if not blocks or len(blocks) != len(widths) or min(blocks) < 1:
@@ -132,7 +134,8 @@ class ResNet(Backbone):
         if shortcut not in ("conv", "pad"):
             raise ValueError(f"shortcut must be 'conv' or 'pad', got {shortcut!r}.")
         sizes = {"blocks": list(blocks), "widths": list(widths), "shortcut": shortcut, "in_channels": in_channels}
-        prepared = with_transforms(shared, _USUAL, "the default of ResNet", size=image_size)
+        chosen = {"size": image_size, "interpolation": interpolation}
+        prepared = with_transforms(shared, _USUAL, "the default of ResNet", **chosen)
         super().__init__(
             _Encoder(blocks, widths, shortcut, in_channels),
             widths[-1],

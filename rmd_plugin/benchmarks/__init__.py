@@ -19,6 +19,7 @@ _EXPORTS = {
     "Digits": "digits",
     "DownloadError": "errors",
     "Features": "features",
+    "Framework": "framework",
     "Genomics": "genomics",
     "ImageFolder": "image_folder",
     "ImageRows": "sources",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from .digits import Digits
     from .errors import ChecksumError, DataFormatError, DataNotFoundError, DownloadError
     from .features import Features
+    from .framework import Framework
     from .genomics import Genomics
     from .image_folder import ImageFolder
     from .simulation import Simulation

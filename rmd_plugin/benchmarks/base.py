@@ -2,15 +2,17 @@
 
 import hashlib
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from pytorch_ood.benchmark import Benchmark
+from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from .sources import DatasetItems
+from .sources import DatasetItems, Source
 from .splits import FINGERPRINT_VERSION, Distance, OODSet, Parts, Split, Transform, stream
 
 OOD_LABEL = -1
@@ -48,6 +50,8 @@ class OODBenchmark(Benchmark):
     distance: dict[str, Distance] = field(init=False)  #: of each OOD set; an empty text where nobody says
     test_in: Split = field(init=False)  #: the ID test set
     test_oods: list[Split] = field(init=False)  #: the OOD test sets, in the order of ``ood_names``
+    #: ID test sets under a covariate shift, with their labels; they are no OOD and in no list of OOD sets
+    shifts: dict[str, Split] = field(init=False)
 
     def __post_init__(self) -> None:
         for option, limit in (("limit_train", self.limit_train), ("limit_test", self.limit_test)):
@@ -70,12 +74,19 @@ class OODBenchmark(Benchmark):
         self._train = self._limited(train, self.limit_train, "train")
         self._val = self._limited(val, self.limit_test, "val")
         self.test_in = self._limited(parts.test, self.limit_test, "test")
-        self.ood_names = [ood.name for ood in parts.oods]
-        self.distance = {ood.name: ood.distance for ood in parts.oods}
-        if len(self.distance) < len(self.ood_names):
-            raise self._error(f"two OOD sets have the same name: {sorted(self.ood_names)}")
+        names = [ood.name for ood in parts.oods]
+        if len(set(names)) < len(names):
+            raise self._error(f"two OOD sets have the same name: {sorted(names)}")
+        oods = [ood for ood in parts.oods if ood.distance != "shift"]
+        self.ood_names = [ood.name for ood in oods]
+        self.distance = {ood.name: ood.distance for ood in oods}
+        self.shifts = {
+            ood.name: self._limited(ood.split, self.limit_test, ood.name)
+            for ood in parts.oods
+            if ood.distance == "shift"
+        }
         self.test_oods = []
-        for ood in parts.oods:
+        for ood in oods:
             chosen = self._limited(ood.split, self.limit_test, ood.name)
             labels = np.full(len(chosen), OOD_LABEL)
             self.test_oods.append(Split(chosen.source, labels, chosen.indices, self.test_transform))
@@ -151,8 +162,9 @@ class OODBenchmark(Benchmark):
         raise ValueError("test_sets needs known=True or unknown=True, both are False")
 
     def _splits(self) -> dict[str, Split]:
-        oods = zip(self.ood_names, self.test_oods, strict=True)
-        return {"train": self._train, "val": self._val, "test": self.test_in, **{f"ood:{name}": x for name, x in oods}}
+        found = {"train": self._train, "val": self._val, "test": self.test_in}
+        found |= {f"ood:{name}": split for name, split in zip(self.ood_names, self.test_oods, strict=True)}
+        return found | {f"shift:{name}": split for name, split in self.shifts.items()}
 
     def fingerprint(self, split: str | None = None) -> str:
         """Hash of the data itself, for cache keys: raw items and labels, after splits and limits.
@@ -160,19 +172,20 @@ class OODBenchmark(Benchmark):
         It depends on nothing else: not on transforms, file formats, folders or library versions.
 
         Args:
-            split: ``"train"``, ``"val"``, ``"test"`` or a name of ``ood_names``; None covers all of them.
+            split: ``"train"``, ``"val"``, ``"test"`` or a name of ``ood_names`` or ``shifts``; None covers all of them.
         """
         splits = self._splits()
         if split is not None:
-            key = split if split in splits else f"ood:{split}"
-            if key not in splits:
-                raise ValueError(f"{self.name} has no split {split!r}; it has train, val, test, {self.ood_names}")
-            return splits[key].digest()
+            for key in (split, f"ood:{split}", f"shift:{split}"):
+                if key in splits:
+                    return splits[key].digest()
+            others = [*self.ood_names, *self.shifts]
+            raise ValueError(f"{self.name} has no split {split!r}; it has train, val, test, {others}")
         parts = [f"{key} {part.digest()}" for key, part in splits.items()]
         return hashlib.sha256("\n".join([FINGERPRINT_VERSION, self.name, *parts]).encode()).hexdigest()
 
     def __repr__(self) -> str:
-        sizes = [f"{name.removeprefix('ood:')}={len(split)}" for name, split in self._splits().items()]
+        sizes = [f"{name.partition(':')[2] or name}={len(split)}" for name, split in self._splits().items()]
         return f"{type(self).__name__}({', '.join(sizes)})"
 
 
@@ -181,10 +194,10 @@ def as_benchmark(benchmark: Benchmark, *, seed: int = 0, val_fraction: float = 0
 
     These are the two ways to bring data of one's own: a subclass of :class:`OODBenchmark` (below), which has
     everything, or any ``pytorch_ood.benchmark.Benchmark``, which is wrapped. Of the latter, ``val_set()``,
-    ``class_names`` and ``distance`` (OOD set -> ``near`` or ``far``) are used where they exist. Without a
-    ``val_set`` a part of the training set is held out, stratified by class. A backbone's transform is put in front of
-    items that are no tensors, such as PIL images; tensors come from a transform of the data set's own and stay as
-    they are.
+    ``class_names`` and ``distance`` (OOD set -> ``near``, ``far`` or ``shift``) are used where they exist, and what the
+    framework's own benchmarks say of near, far and covariate-shifted sets. Without a ``val_set`` a part of the training
+    set is held out, stratified by class. A backbone's transform is put in front of items that are no tensors, such as
+    PIL images; tensors come from a transform of the data set's own and stay as they are.
 
     Args:
         benchmark: the benchmark; an :class:`OODBenchmark` is returned as it is.
@@ -231,33 +244,73 @@ class _Wrapped(OODBenchmark):
     val_fraction: float = 0.1
 
     def load(self) -> Parts:
-        kind = type(self.benchmark).__name__
-        self.name = str(getattr(self.benchmark, "name", kind))  # type: ignore[misc]
-        data: Any = self.benchmark  # the framework declares neither ood_names nor what we may find besides
-        (test,) = data.test_sets(known=True, unknown=False)
-        oods = data.test_sets(known=False, unknown=True)
-        if len(data.ood_names) != len(oods):
-            raise ValueError(f"{kind} has {len(oods)} OOD sets but {len(data.ood_names)} ood_names: {data.ood_names}")
-        tags = getattr(data, "distance", {})
-        train = _labelled(data.train_set())
-        classes = getattr(data, "class_names", getattr(data.train_set(), "classes", None))
-        if classes is not None and len(classes) != int(train.labels.max()) + 1:
-            classes = None
-        return Parts(
-            class_names=classes,
-            train=train,
-            test=_labelled(test),
-            val=_labelled(data.val_set()) if hasattr(data, "val_set") else None,
-            # OOD sets need no labels of their own, which saves a pass over them
-            oods=[
-                OODSet(name, tags.get(name, ""), Split(DatasetItems(ood), np.zeros(len(ood))))
-                for name, ood in zip(data.ood_names, oods, strict=True)
-            ],
-            val_fraction=self.val_fraction,
-        )
+        self.name = str(getattr(self.benchmark, "name", type(self.benchmark).__name__))  # type: ignore[misc]
+        return framework_parts(self.benchmark, val_fraction=self.val_fraction)
 
 
-def _labelled(dataset: Dataset[Any]) -> Split:
+def framework_parts(
+    benchmark: Benchmark,
+    *,
+    val_fraction: float,
+    source: Callable[[Dataset[Any]], Source[Any]] = DatasetItems,
+) -> Parts:
+    """The sets of a benchmark of the framework.
+
+    Args:
+        benchmark: the benchmark.
+        val_fraction: share of the training set to hold out where the benchmark has no ID validation data.
+        source: how raw items are taken from its data sets.
+    """
+    kind = type(benchmark).__name__
+    data: Any = benchmark  # the framework declares neither ood_names nor what we may find besides
+    (test,) = data.test_sets(known=True, unknown=False)
+    oods = data.test_sets(known=False, unknown=True)
+    if len(data.ood_names) != len(oods):
+        raise ValueError(f"{kind} has {len(oods)} OOD sets but {len(data.ood_names)} ood_names: {data.ood_names}")
+    tags = _distances(data)
+    train = _labelled(data.train_set(), source)
+    classes = getattr(data, "class_names", getattr(data.train_set(), "classes", None))
+    if classes is not None and len(classes) != int(train.labels.max()) + 1:
+        classes = None
+    # of OpenOOD's, whose validation_set() has OOD samples too
+    val = data.val_set() if hasattr(data, "val_set") else getattr(data, "val_in", None)
+    return Parts(
+        class_names=classes,
+        train=train,
+        test=_labelled(test, source),
+        val=None if val is None else _labelled(val, source),
+        # OOD sets need no labels of their own, which saves a pass over them
+        oods=[
+            OODSet(name, tags.get(name, ""), Split(source(ood), _shift_labels(ood, tags.get(name, ""))))
+            for name, ood in zip(data.ood_names, oods, strict=True)
+        ],
+        val_fraction=val_fraction,
+    )
+
+
+def _distances(benchmark: Any) -> dict[str, Distance]:
+    """What a benchmark says about its sets; the framework's own say it in three ways."""
+    if hasattr(benchmark, "distance"):
+        return dict(benchmark.distance)
+    found: dict[str, Distance] = {}
+    if hasattr(benchmark, "_test_easy"):  # of the Semantic Shift Benchmark, Easy the least like the ID classes
+        found |= {"Hard": "near", "Easy": "far"}
+    kinds: tuple[tuple[Distance, str], ...] = (
+        ("near", "_near_ood"), ("far", "_far_ood"), ("near", "near_ood_names"), ("far", "far_ood_names"),
+        ("shift", "cs_id_names"),
+    )  # fmt: skip
+    return found | {name: distance for distance, attribute in kinds for name in getattr(benchmark, attribute, ())}
+
+
+def _shift_labels(dataset: Any, distance: Distance) -> np.ndarray | Tensor:
+    """Labels of an ID set under a covariate shift, which the framework's benchmarks hide behind -1; else zeros."""
+    if distance != "shift":
+        return np.zeros(len(dataset))
+    kept = getattr(dataset, "labels", None)
+    return _labelled(dataset).labels if kept is None else np.asarray(kept)
+
+
+def _labelled(dataset: Dataset[Any], source: Callable[[Dataset[Any]], Source[Any]] = DatasetItems) -> Split:
     labels = _stored_labels(dataset)
     if labels is None:
         try:
@@ -265,7 +318,7 @@ def _labelled(dataset: Dataset[Any]) -> Split:
         except (TypeError, ValueError, LookupError) as error:
             kind = type(dataset).__name__
             raise ValueError(f"items of a {kind} must be (x, label) with a whole number as label: {error}") from error
-    return Split(DatasetItems(dataset), labels)
+    return Split(source(dataset), labels)
 
 
 def _stored_labels(dataset: Any) -> np.ndarray | None:
@@ -277,7 +330,10 @@ def _stored_labels(dataset: Any) -> np.ndarray | None:
         parts = [_stored_labels(part) for part in dataset.datasets]
         return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
     kept = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else getattr(dataset, "targets", None)
+    pairs = getattr(dataset, "data", None)
     try:
+        if kept is None and isinstance(pairs, list):  # of files and labels, as the Semantic Shift Benchmark has them
+            kept = [label for _, label in pairs]
         labels = np.asarray(getattr(dataset, "labels", None) if kept is None else kept)
         # a target_transform, say, makes them differ from what the data set gives
         some = {0, len(dataset) // 2, len(dataset) - 1}

@@ -2,10 +2,10 @@
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from pytorch_ood.api import BenchmarkInfo
@@ -20,7 +20,8 @@ from .base import OODBenchmark
 from .errors import ChecksumError, DataFormatError, DataNotFoundError
 from .readers.downloads import downloading, resolve_data_dir
 from .readers.far_images import FAR_SETS, SIDE, load_far_set
-from .sources import ImageRows
+from .readers.framework_sets import DOWNLOAD, load_picture_set
+from .sources import ImageRows, Source
 from .splits import OODSet, Parts, Split, Transform
 
 _TORCHVISION: dict[str, type[CIFAR10]] = {"cifar10": CIFAR10, "cifar100": CIFAR100}
@@ -55,7 +56,7 @@ class _CIFARBenchmark(OODBenchmark):
     ood_data: ClassVar[str]
 
     val_fraction: float = 0.1
-    far: Sequence[str] | None = None
+    far: Sequence[str | Mapping[str, Mapping[str, Any]]] | None = None
     download: bool = False
 
     def load(self) -> Parts:
@@ -72,14 +73,17 @@ class _CIFARBenchmark(OODBenchmark):
         return ToTensor()
 
     def _far_sets(self, folder: Path) -> Iterator[OODSet]:
-        for name in FAR_SETS if self.far is None else self.far:
-            source = load_far_set(name, folder, seed=self.seed)
+        for entry in FAR_SETS if self.far is None else self.far:
+            name, ours = str(entry), isinstance(entry, str) and entry in FAR_SETS
+            source: Source[Any] | None = load_far_set(name, folder, seed=self.seed) if ours else None
+            if source is None and self.far is not None and (self.download or not ours):
+                name, source = load_picture_set(entry, folder, seed=self.seed, download=self.download, size=SIDE)
             if source is not None:
                 yield OODSet(name, "far", Split(source, np.zeros(len(source))))
             elif self.far is not None:
                 raise DataNotFoundError(
-                    f"the far-OOD set {name} is not in {folder}. Looked for {FAR_SETS[name]}. Put it there, or leave "
-                    f"{name} out of far=[...]."
+                    f"the far-OOD set {name} is not in {folder}. Looked for {FAR_SETS[name]}. Put it there, set "
+                    f"{DOWNLOAD}, or leave {name} out of far=[...]."
                 )
 
 
@@ -91,12 +95,15 @@ class CIFAR100vsCIFAR10(_CIFARBenchmark):
     ``cifar10.npz`` with ``train_images`` (uint8, N x 32 x 32 x 3), ``train_labels``, ``test_images``, ``test_labels``.
 
     Far-OOD sets: Gaussian and uniform noise, and those of SVHN, Textures, LSUN and TinyImageNet that lie in the data
-    folder where torchvision or the framework put them. They are never downloaded.
+    folder where torchvision or the framework put them. Any other picture data set of the framework is one by name, such
+    as ``far=["NINCO"]``, scaled and cropped to 32 pixels.
 
     Args:
         val_fraction: share of the training images held out for validation; 0 trains on all of them.
-        far: names of far-OOD sets, an empty list for none; None takes all that are present.
-        download: fetch CIFAR-10 and CIFAR-100 if they are absent; their md5 is checked.
+        far: names of far-OOD sets, an empty list for none; None takes all of the above that are present. A class of
+            ``pytorch_ood.dataset.img`` may have options: ``{"MNISTC": {"subset": "fog"}}``.
+        download: fetch CIFAR-10 and CIFAR-100 if they are absent, their md5 checked, and let the framework fetch what
+            ``far`` names.
 
     The other options are those of :class:`~rmd_plugin.benchmarks.base.OODBenchmark`; the default transform is
     ``ToTensor``.

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 import torch
 from PIL import Image
+from pytorch_ood.dataset.img import ImageListDataset
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import functional as vision
@@ -145,3 +146,38 @@ class DatasetItems(Source[Dataset[Any]]):
         yield f"items {len(indices)}\n".encode()
         for index in indices:
             yield fingerprint(self[int(index)]).encode()
+
+
+class Pictures(DatasetItems):
+    """Pictures of a data set of pairs, as PIL images in RGB whatever it gives: PIL images, arrays or tensors.
+
+    Args:
+        dataset: the data set, without a transform of its own.
+        size: scale and centre-crop to squares of so many pixels; None leaves their size.
+    """
+
+    transformed = False
+
+    def __init__(self, dataset: Dataset[Any], size: int | None = None) -> None:
+        super().__init__(dataset)
+        self.size = size
+
+    def __getitem__(self, index: int) -> Image.Image:
+        item = super().__getitem__(index)
+        image = (item if isinstance(item, Image.Image) else vision.to_pil_image(item)).convert("RGB")
+        return image if self.size is None else vision.center_crop(vision.resize(image, self.size), self.size)
+
+    def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        paths = _listed_files(self.items)
+        if paths is None:
+            yield from super()._chunks(indices)
+        else:  # reading is many times faster than decoding, and ImageNet has a million
+            yield from ImageFiles([Path(path) for path in paths], self.size or 0)._chunks(indices)
+
+
+def _listed_files(dataset: Any) -> Sequence[str] | None:
+    """Paths of all pictures of those data sets of the framework that list them, in order."""
+    if isinstance(dataset, ImageListDataset):
+        return dataset.files
+    pairs = getattr(dataset, "data", None)  # of files and labels
+    return [path for path, _ in pairs] if isinstance(pairs, list) else None

@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 from .sources import Source
 
 Transform = Callable[..., object]
-Distance = Literal["near", "far", ""]
+#: of an OOD set from the training data, empty where nobody says; ``shift`` is no OOD: known classes seen differently
+Distance = Literal["near", "far", "shift", ""]
 
 FINGERPRINT_VERSION = "rmd-benchmark-1"
 
@@ -107,7 +108,10 @@ class Split(Dataset[tuple[object, int]]):
 
 @dataclass
 class OODSet:
-    """An OOD test set. Labels of its split only serve to draw a balanced subset; the benchmark labels it ``-1``."""
+    """An OOD test set. Labels of its split only serve to draw a balanced subset; the benchmark labels it ``-1``.
+
+    With the distance ``shift`` it is a set of ID samples under a covariate shift, whose labels are kept.
+    """
 
     name: str  #: as it stands in results
     distance: Distance  #: how far it is from the training data; empty where nobody says
@@ -121,7 +125,7 @@ class Parts:
     class_names: Sequence[str] | None  #: in the order of the labels; None where the classes have no names
     train: Split
     test: Split
-    oods: Sequence[OODSet]  #: near ones first
+    oods: Sequence[OODSet]  #: near ones first; ID sets under a covariate shift among them
     val: Split | None = None  #: ID validation samples, if the data has any
     val_fraction: float = 0.0  #: share of ``train`` to hold out where ``val`` is None
 

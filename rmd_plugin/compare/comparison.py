@@ -31,6 +31,7 @@ from rmd_plugin.compare.rows import (
     FALSE_ALARMS,
     FIT_SECONDS,
     SCORE_SECONDS,
+    SHIFT_ACCURACY,
     Distance,
     Row,
     at_level,
@@ -149,6 +150,7 @@ class _Run:
         self.benchmark, self.backbone = benchmark, backbone
         self.train = extractor.features(TRAIN)
         self.ood_names = list(extractor.distance)
+        self.shifts = extractor.shifts  # ID: no AUROC is taken of them, but accuracy and false alarms
         sizes = {name: len(extractor.features(name).labels) for name in (TEST, *self.ood_names)}
         self.num_classes = extractor.benchmark.num_classes
         self.bootstraps = {
@@ -159,7 +161,7 @@ class _Run:
         self._encoded: dict[str, Encoded] = {}
 
     def row(self, detector: str, metric: str, value: float = math.nan, *, ood: str = "", **more: Any) -> Row:
-        distance = cast(Distance, self.extractor.distance.get(ood, ""))
+        distance = cast(Distance, "shift" if ood in self.shifts else self.extractor.distance.get(ood, ""))
         return Row(self.benchmark, ood, self.backbone, detector, self.seed, metric, value, distance=distance, **more)
 
     # -- the head -------------------------------------------------------------------------------------------------
@@ -190,14 +192,22 @@ class _Run:
         if self.head is None:
             self.result.rows.append(self.row("", ACCURACY).failed(origin, "skipped"))
             return
-        test = self.encoded(TEST)
-        value = float(accuracy(cast(Tensor, test.logits).argmax(1), cast(Tensor, test.labels)))
+        value = self._accuracy(TEST)
         if self.head is own and loaded:
             noted = getattr(getattr(self.extractor.backbone, "noted", None), "accuracy", None)
-            if doubt := doubt_accuracy(value, len(test), self.num_classes, noted):
+            if doubt := doubt_accuracy(value, len(self.encoded(TEST)), self.num_classes, noted):
                 log.warning("Accuracy: %s.", doubt)
                 origin = f"{origin}; {doubt}"
         self.result.rows.append(self.row("", ACCURACY, value, reason=origin))
+        for name in self.shifts:
+            if (self.extractor.features(name).labels >= 0).any():
+                self.result.rows.append(self.row("", SHIFT_ACCURACY, self._accuracy(name), ood=name))
+
+    def _accuracy(self, split: str) -> float:
+        data = self.encoded(split)
+        logits, labels = cast(Tensor, data.logits), cast(Tensor, data.labels)
+        known = labels >= 0
+        return float(accuracy(logits[known].argmax(1), labels[known]))
 
     def encoded(self, split: str) -> Encoded:
         """A split with its logits, if there is a head: it is linear, so they need no pass through the network."""
@@ -317,7 +327,10 @@ class _Run:
         try:
             held_out = self._score(adapter, VAL)[(self.extractor.features(VAL).labels >= 0).numpy()]
             calibration = detector.calibrate_scores(torch.from_numpy(held_out)).calibration
-            found = decide(cast(Calibration, calibration), scores, self.alpha, test=TEST)
+            shifted = {split: self._score(adapter, split) for split in self.shifts}
+            found = decide(
+                cast(Calibration, calibration), {**scores, **shifted}, self.alpha, test=TEST, shifts=self.shifts
+            )
         except Exception as error:  # the scores stand without a decision
             reason = str(error) if isinstance(error, ValueError) else _reason(error)
             return [self.row(name, metric).failed(reason, "skipped")]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from scipy.stats import betabinom, binomtest
 
-from rmd_plugin.compare.rows import DETECTED, FALSE_ALARMS, THRESHOLD, at_level
+from rmd_plugin.compare.rows import DETECTED, FALSE_ALARMS, SHIFT_ALARMS, THRESHOLD, at_level
 from rmd_plugin.detectors.conformal import Calibration, allowed_alarms
 
 #: probability, if test and calibration data are alike, below which so many false alarms are remarked on
@@ -27,7 +27,14 @@ class Decided(NamedTuple):
     remark: str = ""
 
 
-def decide(calibration: Calibration, scores: Mapping[str, np.ndarray], alpha: float, *, test: str) -> list[Decided]:
+def decide(
+    calibration: Calibration,
+    scores: Mapping[str, np.ndarray],
+    alpha: float,
+    *,
+    test: str,
+    shifts: Collection[str] = (),
+) -> list[Decided]:
     """Threshold, share of the ID test set that is flagged (false alarms), and share of each OOD set (detections).
 
     Args:
@@ -35,6 +42,7 @@ def decide(calibration: Calibration, scores: Mapping[str, np.ndarray], alpha: fl
         scores: set -> scores of shape (N,); sets without samples are left out.
         alpha: share of ID samples that may be flagged.
         test: name of the ID test set among them.
+        shifts: names of ID sets under a covariate shift among them; what is flagged there are false alarms too.
 
     Raises:
         ValueError: if there are too few calibration samples for alpha.
@@ -45,7 +53,7 @@ def decide(calibration: Calibration, scores: Mapping[str, np.ndarray], alpha: fl
         if len(values):
             flagged = int(calibration.is_ood(torch.from_numpy(values), alpha=alpha).sum())
             interval = binomtest(flagged, len(values)).proportion_ci(0.95)
-            metric, ood = (FALSE_ALARMS, "") if name == test else (DETECTED, name)
+            metric, ood = (FALSE_ALARMS, "") if name == test else (SHIFT_ALARMS if name in shifts else DETECTED, name)
             remark = _too_many(flagged, len(values), len(calibration), alpha) if name == test else ""
             share = flagged / len(values)
             found.append(Decided(at_level(metric, alpha), ood, share, interval.low, interval.high, remark))

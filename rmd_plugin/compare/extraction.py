@@ -77,8 +77,9 @@ class SplitFeatures:
 class Extractor:
     """Features of a benchmark's splits.
 
-    Splits are ``train`` (without augmentation where the benchmark offers that), ``val``, ``test`` and the names of the
-    OOD sets. A split is encoded when it is first asked for, in evaluation mode and without gradients.
+    Splits are ``train`` (without augmentation where the benchmark offers that), ``val``, ``test``, the names of the
+    OOD sets and those of ``shifts``. A split is encoded when it is first asked for, in evaluation mode and without
+    gradients.
 
     Args:
         benchmark: the data.
@@ -117,6 +118,11 @@ class Extractor:
         """OOD set -> ``near``, ``far`` or, where the benchmark does not say, an empty text."""
         return {name: str(self.benchmark.distance.get(name, "")) for name in self.benchmark.ood_names}
 
+    @property
+    def shifts(self) -> list[str]:
+        """Names of the ID sets under a covariate shift, which only some benchmarks have."""
+        return list(getattr(self.benchmark, "shifts", ()))
+
     def dataset(self, split: str) -> Dataset[Any]:
         """The data of a split behind the backbone's transform; refuses a name that there is not."""
         dataset: Any = self._raw(split)
@@ -147,9 +153,12 @@ class Extractor:
             return self.benchmark.val_set()
         if split == TEST:
             return self.benchmark.test_sets(known=True, unknown=False)[0]
+        if split in self.shifts:
+            return cast(Dataset[Any], cast(Any, self.benchmark).shifts[split])
         names = list(self.benchmark.ood_names)
         if split not in names:
-            raise KeyError(f"there is no split {split!r}; there are train, val, test and {', '.join(names)}.")
+            others = ", ".join([*names, *self.shifts])
+            raise KeyError(f"there is no split {split!r}; there are train, val, test and {others}.")
         return self.benchmark.test_sets(known=False, unknown=True)[names.index(split)]
 
     def _loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:

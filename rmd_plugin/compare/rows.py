@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from rmd_plugin.atomic import replacing
 from rmd_plugin.untrusted import DataFormatError, from_csv_cell, one_line, read_text, to_csv_cell
 
-Distance = Literal["", "near", "far"]
+Distance = Literal["", "near", "far", "shift"]
 Status = Literal["ok", "failed", "skipped"]
 
 #: names of the metrics, as :class:`pytorch_ood.metrics.OODMetrics` calls them
@@ -27,6 +27,8 @@ SECONDS = FIT_SECONDS, SCORE_SECONDS = "fit_seconds", "score_seconds"
 #: of a calibrated detector: the score above which it flags a sample, the share of ID samples that it flags, and of OOD
 #: samples; in rows with the level, see :func:`at_level`
 THRESHOLD, FALSE_ALARMS, DETECTED = "threshold", "false_alarms", "detected"
+#: of an ID set under a covariate shift, which is no OOD: names of their own, so that no mean over OOD sets counts them
+SHIFT_ACCURACY, SHIFT_ALARMS = "ACC_shift", "false_alarms_shift"
 
 
 def at_level(metric: str, alpha: float) -> str:
@@ -60,7 +62,7 @@ class Row:
     seed: int
     metric: str
     value: float  #: a fraction where it is one; NaN unless ``status`` is ok
-    distance: Distance = field(default="", kw_only=True)  #: of the OOD set; empty if nobody says
+    distance: Distance = field(default="", kw_only=True)  #: of the OOD set; empty if nobody says; shift: ID, shifted
     low: float = field(default=math.nan, kw_only=True)  #: lower end of the 95 % interval
     high: float = field(default=math.nan, kw_only=True)  #: upper end of the 95 % interval
     status: Status = field(default="ok", kw_only=True)  #: failed: it was tried; skipped: the backbone cannot serve it

@@ -14,6 +14,8 @@ from rmd_plugin.compare.rows import (
     FIT_SECONDS,
     FPR95,
     SCORE_SECONDS,
+    SHIFT_ACCURACY,
+    SHIFT_ALARMS,
     THRESHOLD,
     Row,
     Status,
@@ -41,7 +43,8 @@ def decision_tables(rows: Sequence[Row]) -> list[Table]:
     """What the detectors flag at a level of false alarms, one table for every comparison and level among the rows.
 
     Detectors stand as in :func:`comparison_tables`: their threshold, the share of the ID test set that is flagged with
-    its interval, and the share of every OOD set. Why one has no decisions stands below the table of the comparison.
+    its interval, that of every ID set under a covariate shift, and that of every OOD set. Why one has no decisions
+    stands below the table of the comparison.
     """
     keys = list(dict.fromkeys((row.benchmark, row.backbone, row.seed) for row in rows))
     parts = [select(rows, benchmark=b, backbone=n, seed=s) for b, n, s in keys]
@@ -105,7 +108,7 @@ def _comparison_table(rows: list[Row], benchmark: str, backbone: str, seed: int)
 
 
 def _decision_table(rows: list[Row], alpha: float) -> Table:
-    names = {at_level(metric, alpha): metric for metric in (THRESHOLD, FALSE_ALARMS, DETECTED)}
+    names = {at_level(metric, alpha): metric for metric in (THRESHOLD, FALSE_ALARMS, SHIFT_ALARMS, DETECTED)}
     mine = {(names[row.metric], row.ood, row.detector): row for row in rows if row.metric in names}
     detectors = [name for name in ranking(rows) if (THRESHOLD, "", name) in mine]
     table = DetectorTable(detectors)
@@ -117,6 +120,8 @@ def _decision_table(rows: list[Row], alpha: float) -> Table:
         table.add(column, number_cells(values, percent, details, best=best))
 
     add(Column("False alarms", detail="(ID test set)"), FALSE_ALARMS)
+    for name in dict.fromkeys(ood for metric, ood, _ in mine if metric == SHIFT_ALARMS):
+        add(Column(f"False alarms, {name}", detail="(shifted ID)"), SHIFT_ALARMS, name)
     sets = ood_sets(rows)
     for name, distance in sets.items():
         add(Column(name if len(sets) > 1 else f"Detected, {name}", detail=f"({distance})" if distance else ""),
@@ -153,6 +158,8 @@ def _notes(rows: list[Row]) -> list[str]:
             notes.append(f"Accuracy on the in-distribution test set: {percent(row.value)} %{remark}.")
         elif row.reason:
             notes.append(f"No accuracy: {row.reason}.")
+    for row in select(rows, metric=SHIFT_ACCURACY, status="ok"):
+        notes.append(f"Accuracy on {row.ood}, in-distribution under a covariate shift: {percent(row.value)} %.")
     notes += _detector_notes([row for row in rows if "@" not in row.metric])
     return notes + _reasons([row for row in rows if "@" in row.metric], "skipped", "No decisions")
 

@@ -13,11 +13,13 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from rmd_plugin.backbones import efficientnet
+from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.backbones.efficientnet import EfficientNetLite0
 from rmd_plugin.backbones.fetch import WeightsNotFoundError
 from rmd_plugin.backbones.resnet import ResNet, WideResNet
 from rmd_plugin.backbones.small import SmallCNN
 from rmd_plugin.backbones.transforms import ImageTransform
+from rmd_plugin.backbones.vision import TorchVision
 
 
 def stir(model: nn.Module) -> nn.Module:
@@ -52,6 +54,65 @@ def test_resnet18_agrees_with_torchvisions_under_a_small_stem(tmp_path: Path) ->
     ours = ResNet(checkpoint=tmp_path / "resnet18.pt").eval()
     x = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(ours(x), reference(x), rtol=1e-4, atol=1e-4)
+
+
+def openood_names() -> list[str]:
+    """Names in the checkpoints of OpenOOD's ResNet-18 for 32 x 32 pixels (openood/networks/resnet18_32x32.py)."""
+    norm = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    names = ["conv1.weight", *(f"bn1.{leaf}" for leaf in norm)]
+    for group in range(1, 5):
+        for block in range(2):
+            at = f"layer{group}.{block}"
+            for place in (1, 2):
+                names += [f"{at}.conv{place}.weight", *(f"{at}.bn{place}.{leaf}" for leaf in norm)]
+            if group > 1 and block == 0:
+                names += [f"{at}.shortcut.0.weight", *(f"{at}.shortcut.1.{leaf}" for leaf in norm)]
+    return [*names, "fc.weight", "fc.bias"]
+
+
+def test_a_checkpoint_of_openood_s_resnet18_is_loaded_by_its_names(tmp_path: Path) -> None:
+    from torchvision.models import resnet18
+
+    reference = resnet18(num_classes=10)
+    reference.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    reference.maxpool = nn.Identity()
+    stir(reference)
+    theirs = {name.replace("downsample", "shortcut"): value for name, value in reference.state_dict().items()}
+    assert sorted(theirs) == sorted(openood_names())
+    torch.save(theirs, tmp_path / "best.ckpt")
+    ours = ResNet(checkpoint=tmp_path / "best.ckpt", interpolation="bilinear").eval()
+    assert (ours.num_classes, ours.head_loaded) == (10, True)
+    x = torch.rand(2, 3, 32, 32)
+    torch.testing.assert_close(ours(x), reference(x), rtol=1e-4, atol=1e-4)
+    theirs["layer2.0.shortcut.0.bias"] = torch.zeros(128)
+    torch.save(theirs, tmp_path / "other.ckpt")
+    with pytest.raises(CheckpointError, match=r"1 unexpected: layer2\.0\.shortcut\.0\.bias"):
+        ResNet(checkpoint=tmp_path / "other.ckpt")
+
+
+def test_a_checkpoint_of_openood_s_imagenet200_network_is_torchvision_s(tmp_path: Path) -> None:
+    from torchvision.models import resnet18
+
+    reference = stir(resnet18(num_classes=200))  # openood/networks/resnet18_224x224.py derives from it
+    torch.save(reference.state_dict(), tmp_path / "best.ckpt")
+    ours = TorchVision("resnet18", checkpoint=tmp_path / "best.ckpt", crop_pct=0.875).eval()
+    assert (ours.num_classes, ours.head_loaded) == (200, True)
+    x = torch.rand(1, 3, 64, 64)
+    torch.testing.assert_close(ours(x), reference(x), rtol=1e-4, atol=1e-4)
+
+
+def test_pictures_are_prepared_as_openood_prepares_them() -> None:
+    from torchvision import transforms as tv
+
+    mean, std = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)  # its numbers for CIFAR-100
+    resize = tv.Resize(32, tv.InterpolationMode.BILINEAR)
+    theirs = tv.Compose([resize, tv.CenterCrop(32), tv.ToTensor(), tv.Normalize(mean, std)])
+    pixels = torch.randint(0, 256, (60, 90, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    picture = Image.fromarray(pixels.numpy())
+    ours = ResNet((1,), (4,), mean=mean, std=std, interpolation="bilinear")
+    assert ours.test_transform is not None
+    # Pillow rounds to whole grey levels
+    torch.testing.assert_close(ours.test_transform(picture), theirs(picture), rtol=0, atol=1 / 255 / min(std))
 
 
 def test_the_padded_shortcut_keeps_every_second_pixel_between_zero_channels() -> None:

@@ -1,6 +1,8 @@
 """Every file of conf/benchmark: its command, the class's own defaults, and a benchmark when it is composed."""
 
 import inspect
+import re
+import shlex
 
 import config_kit
 import numpy as np
@@ -9,9 +11,24 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
-from rmd_plugin.benchmarks import DataNotFoundError, OODBenchmark
+from rmd_plugin.benchmarks import DataNotFoundError, Framework, OODBenchmark
 
 NAMES = config_kit.choices("benchmark")
+#: our name -> class of pytorch_ood.benchmark
+FRAMEWORK = {
+    "openood_cifar10": "CIFAR10_OpenOOD",
+    "openood_cifar100": "CIFAR100_OpenOOD",
+    "openood_imagenet200": "ImageNet200_OpenOOD",
+    "openood_imagenet1k": "ImageNet1K_OpenOOD",
+    "odin_cifar10": "CIFAR10_ODIN",
+    "odin_cifar100": "CIFAR100_ODIN",
+    "ssb_cub": "CUB_SSB",
+    "ssb_aircraft": "Aircraft_SSB",
+    "ssb_cars": "StanfordCars_SSB",
+    "mibood_midog": "MIDOG_OpenMIBOOD",
+    "mibood_phakir": "PhaKIR_OpenMIBOOD",
+    "mibood_oasis3": "OASIS3_OpenMIBOOD",
+}
 
 
 def composed(name, *overrides):
@@ -19,8 +36,14 @@ def composed(name, *overrides):
 
 
 def test_there_is_a_config_for_every_benchmark_of_the_plan():
-    expected = "cifar100_vs_cifar10 cifar10_vs_cifar100 clinc150 digits features genomics simulation"
-    assert sorted(expected.split()) == NAMES
+    expected = "cifar100_vs_cifar10 cifar10_vs_cifar100 clinc150 digits features genomics simulation framework"
+    assert sorted([*expected.split(), *FRAMEWORK]) == NAMES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FRAMEWORK)
+def test_a_benchmark_of_the_framework_has_a_name_here(name):
+    assert composed(name).name == FRAMEWORK[name]
 
 
 @pytest.mark.slow
@@ -33,10 +56,10 @@ def test_a_config_names_its_command_its_class_and_the_class_s_own_defaults(name,
     config = composed(name)
     target = get_class(config._target_)
     assert issubclass(target, OODBenchmark)
-    assert target.name == name
+    assert name == "framework" or name in FRAMEWORK or target.name == name
     parameters = inspect.signature(target).parameters
     for key in config:
-        if key in ("_target_", "path"):
+        if key in ("_target_", "path") or (key == "name" and target is Framework):
             continue
         value = config[key]
         value = tuple(value) if OmegaConf.is_list(value) else value
@@ -71,8 +94,11 @@ def test_a_transform_can_be_given_to_the_config_when_it_is_built():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("digits", "simulation", "features")])
-def test_absent_data_is_one_error_that_names_the_remedy(name, tmp_path):
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("digits", "simulation", "features", "framework")]
+)
+def test_absent_data_is_one_error_that_names_the_remedy(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     with pytest.raises(InstantiationException) as caught:
         instantiate(composed(name, f"benchmark.data_dir={tmp_path}"))
     cause = caught.value.__cause__
@@ -85,3 +111,21 @@ def test_features_are_built_from_a_path(tmp_path):
     np.savez(tmp_path / "a.npz", features=np.random.default_rng(0).normal(size=(30, 4)), labels=np.arange(30) % 3 - 1)
     benchmark = instantiate(composed("features", f"benchmark.path={tmp_path / 'a.npz'}"))
     assert (benchmark.num_classes, benchmark.ood_names) == (2, ["ood"])
+
+
+PAGE = (config_kit.ROOT / "docs" / "benchmarks.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", re.findall(r"^rmd-compare (.*)$", PAGE, flags=re.M))
+def test_the_commands_of_the_page_on_benchmarks_compose_to_their_backbone(command):
+    config = config_kit.composed("compare", *shlex.split(command))
+    assert issubclass(get_class(config.benchmark._target_), OODBenchmark)
+    accepted = set(inspect.signature(get_class(config.backbone._target_)).parameters)
+    given = {str(key) for key in config.backbone if not str(key).startswith("_")}
+    assert given - accepted <= {"num_classes", "checkpoint", "load_head", "frozen"}
+
+
+def test_the_page_on_benchmarks_names_every_one_with_its_class():
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+_\w+)` \|", PAGE, flags=re.M))
+    assert rows == FRAMEWORK

@@ -66,7 +66,7 @@ def test_a_failed_row_has_no_number_and_a_reason_on_one_line():
 
 
 def test_an_unknown_distance_or_status_is_refused():
-    with pytest.raises(ValueError, match=r"distance must be one of '', 'near', 'far', got 'medium'"):
+    with pytest.raises(ValueError, match=r"distance must be one of '', 'near', 'far', 'shift', got 'medium'"):
         dataclasses.replace(ROW, distance="medium")
     with pytest.raises(ValueError, match="status must be one of"):
         dataclasses.replace(ROW, status="maybe")
