@@ -29,21 +29,23 @@ def never_added(what: str) -> ValueError:
     )
 
 
-def remaining_scatter(after: Tensor, before: Tensor, size: Tensor, freedom: int) -> Tensor:
+def remaining_scatter(after: Tensor, before: Tensor, size: Tensor, samples: int, freedom: int) -> Tensor:
     """The within-class scatter that is left after a subtraction, without directions of nothing but rounding.
 
     Args:
         after: the difference, as it was computed, shape (D, D), or its diagonal, shape (D,).
         before: what was subtracted from, of the same shape.
         size: second moments of the features before, shape (D,): rounding errors are eps times these.
+        samples: how many there were before.
         freedom: samples minus classes that are left, the largest rank that the scatter can have.
 
     Raises:
         ValueError: if the difference is not positive semi-definite, or has no digit left.
     """
     dim, scale = len(size), torch.where(size > 0, size, 1.0).rsqrt()
-    units = scale if after.ndim == 1 else torch.outer(scale, scale)
-    scaled, rounding = after * units, max(64, dim) * torch.finfo(after.dtype).eps
+    units = scale.square() if after.ndim == 1 else torch.outer(scale, scale)
+    # the errors of sums grow as the square root of the number of terms
+    scaled, rounding = after * units, (max(64, dim) + samples**0.5) * torch.finfo(after.dtype).eps
     rank = min(dim, freedom) if after.ndim == 2 else dim * (freedom > 0)
     if rank == dim and _above(scaled, rounding * 10**_DIGITS, size):  # the usual case, which costs little
         return after
@@ -54,7 +56,8 @@ def remaining_scatter(after: Tensor, before: Tensor, size: Tensor, freedom: int)
     excess = [-shares.amin(), *([shares.sort(descending=True).values[rank]] if rank < dim else [])]
     wrong = max(map(float, excess))
     if wrong > max(rounding, _MAX_MISMATCH * total):
-        raise never_added(f"a variance would be wrong by {wrong / max(total, rounding):.2g} of the decrease of all")
+        found = wrong / max(total, rounding)
+        raise never_added(f"variances would be left that no samples have, wrong by {found:.2g} of what was taken away")
     if wrong > rounding:
         warn_numerical(
             f"the samples taken away differ from those added by about {wrong / total:.1g} of their variance, as "
@@ -103,7 +106,7 @@ def _tell_losses(shares: Tensor, earlier: Tensor, kept: Tensor, floor: float, ra
     if bool(gone.any()) and number < rank:
         warn_numerical(
             f"{int(gone.sum())} of {len(shares)} directions have lost all variance but rounding ({floor:.1g} of "
-            f"what it was) and count as empty. If the remaining samples vary there: {remedy}",
+            "what it was) and count as empty. If the samples that remain vary there, fit again on them.",
             kind="variance was cancelled",
         )
     weak = kept & (shares < floor * 10**_DIGITS) & (shares < _LARGE_SHARE * earlier)

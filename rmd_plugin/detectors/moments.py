@@ -130,7 +130,7 @@ class Moments:
         counts, sums, size = whole.counts - part.counts, whole.sums - part.sums, whole._size().maximum(part._size())
         if wrong := (counts < 0).nonzero().flatten().tolist():
             have, less = int(whole.counts[wrong[0]]), int(part.counts[wrong[0]])
-            raise never_added(f"{less} samples of class {wrong[0]} are to be taken away, of {have}")
+            raise never_added(f"class {wrong[0]} has {have} samples, fewer than the {less} to take away")
         empty = counts == 0
         scale = (whole.counts[empty, None] * size).sqrt()  # the largest sum of so many samples
         if bool((sums[empty].abs() > _RESIDUE * scale).any()):
@@ -139,7 +139,7 @@ class Moments:
         sums[empty] = 0.0
         left = replace(whole, counts=counts, sums=sums, second=whole.second - part.second)
         freedom = left.num_samples - int((counts > 0).sum())
-        scatter = remaining_scatter(left._scatter(), whole._scatter(), size, freedom)
+        scatter = remaining_scatter(left._scatter(), whole._scatter(), size, whole.num_samples, freedom)
         # around their own mean, so that a stream that moves away from the first samples loses no digits
         delta = sums.sum(0) / counts.sum().clamp(min=1)
         left = replace(left, shift=self.shift + delta, sums=sums - counts[:, None] * delta)
