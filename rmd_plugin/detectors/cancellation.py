@@ -51,16 +51,16 @@ def remaining_scatter(after: Tensor, before: Tensor, size: Tensor, samples: int,
         return after
     shares, vectors = (scaled, None) if after.ndim == 1 else torch.linalg.eigh(scaled)
     taken = (before - after) * units
-    total = float((taken if taken.ndim == 1 else taken.diagonal()).sum())
+    decrease = float(taken.amax() if taken.ndim == 1 else taken.diagonal().sum())
     # no variance is negative, and no more of them than the rank are positive: what is beyond shows how large errors are
     excess = [-shares.amin(), *([shares.sort(descending=True).values[rank]] if rank < dim else [])]
     wrong = max(map(float, excess))
-    if wrong > max(rounding, _MAX_MISMATCH * total):
-        found = wrong / max(total, rounding)
+    if wrong > max(rounding, _MAX_MISMATCH * decrease):
+        found = wrong / max(decrease, rounding)
         raise never_added(f"variances would be left that no samples have, wrong by {found:.2g} of what was taken away")
     if wrong > rounding:
         warn_numerical(
-            f"the samples taken away differ from those added by about {wrong / total:.1g} of their variance, as "
+            f"the samples taken away differ from those added by about {wrong / decrease:.1g} of their variance, as "
             "features do that were computed anew. Directions of no more variance than that count as empty.",
             kind="samples taken away differ",
         )
@@ -71,7 +71,7 @@ def remaining_scatter(after: Tensor, before: Tensor, size: Tensor, samples: int,
     _tell_losses(shares, earlier, kept, floor, rank)
     if bool(kept.all()):
         return after
-    clean = shares * kept if vectors is None else (vectors * (shares * kept)) @ vectors.T
+    clean: Tensor = shares * kept if vectors is None else (vectors * (shares * kept)) @ vectors.T
     return clean / units
 
 

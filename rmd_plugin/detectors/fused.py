@@ -108,6 +108,7 @@ class FusedRMD(GaussianAttributes):
         """
         if not isinstance(moments, SampledMoments):
             raise ValueError("FusedRMD needs a sample beside the moments. Collect them with detector.new_moments().")
+        self._require_samples(moments)
         with torch.inference_mode(False), torch.no_grad():
             self._warn_missing_classes(moments.counts)
             parameters = fit_fused(moments, *self._head(moments.num_features))

@@ -101,8 +101,7 @@ class GaussianDetector(GaussianAttributes):
             ValueError: if the moments were collected with other options than the detector's.
         """
         self._check_options()
-        if moments.num_samples == 0:
-            raise ValueError("the moments hold no in-distribution sample (label >= 0): there is nothing to fit.")
+        self._require_samples(moments)
         if moments.normalized != self.normalize:
             raise ValueError(
                 f"the detector has normalize={self.normalize}, but the moments were collected with "

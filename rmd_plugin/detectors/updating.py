@@ -46,6 +46,11 @@ class UpdatingDetector(ShrinkingDetector):
             metric.update(z, y)
         return self.fit_moments(metric.compute())
 
+    @staticmethod
+    def _require_samples(moments: Moments) -> None:
+        if moments.num_samples == 0:
+            raise ValueError("the moments hold no in-distribution sample (label >= 0): there is nothing to fit.")
+
     # -- after the fit ------------------------------------------------------------------------------------------------
 
     @property
