@@ -141,8 +141,8 @@ class Moments:
         freedom = left.num_samples - int((counts > 0).sum())
         scatter = remaining_scatter(left._scatter(), whole._scatter(), size, whole.num_samples, freedom)
         # around their own mean, so that a stream that moves away from the first samples loses no digits
-        delta = sums.sum(0) / counts.sum().clamp(min=1)
-        left = replace(left, shift=self.shift + delta, sums=sums - counts[:, None] * delta)
+        shift = self.shift + sums.sum(0) / counts.sum().clamp(min=1)
+        left = replace(left, shift=shift, sums=sums - counts[:, None] * (shift - self.shift))
         return replace(left, second=scatter + left._square(left._class_roots()))
 
     def __radd__(self, other: object) -> Moments:

@@ -25,6 +25,18 @@ class UpdatingDetector(ShrinkingDetector):
     After a fit the moments are in memory. With ``keep_moments=True`` they are part of ``state_dict()`` and of files, so
     that a loaded detector can go on. Every change is a whole new fit on the new moments, which takes as long as an
     eigendecomposition; if it raises, the detector is as it was.
+
+    Example:
+        >>> import torch
+        >>> from rmd_plugin import RMD
+        >>> z, y = torch.randn(300, 4), torch.arange(300) % 3
+        >>> detector = RMD(keep_moments=True).fit_features(z[:200], y[:200])
+        >>> detector.update(z[200:], y[200:]).moments.num_samples
+        300
+        >>> detector.forget(z[:50], y[:50]).moments.num_samples
+        250
+        >>> detector.add_class(torch.randn(40, 4) + 5, "cat")
+        3
     """
 
     keep_moments: bool
