@@ -29,6 +29,8 @@ from rmd_plugin.encoding.isolation import evaluating_calls
 from rmd_plugin.encoding.loop import as_pair
 
 _Kind = Literal["inputs", "features", "logits"]
+#: what changes a fit as a whole or not at all
+_CHANGES = ("update", "forget", "add_class")
 _PREDICT = {"inputs": "predict", "features": "predict_features", "logits": "predict_logits"}
 
 
@@ -37,8 +39,9 @@ class Calibrated(Detector):
 
     Wraps any pytorch-ood detector and is one: whatever else the wrapped one has (``fit_features``, ``class_scores``) is
     there too. After the fit, call one of the ``calibrate`` methods with ID data that the detector and the network have
-    not seen: a new fit forgets the calibration. Decisions about inputs run the network in evaluation mode, ``predict``
-    runs it in the mode that it has. What is promised, and what is not: docs/decisions.md.
+    not seen: a new fit, ``update``, ``forget`` and ``add_class`` forget the calibration. Decisions about inputs run the
+    network in evaluation mode, ``predict`` runs it in the mode that it has. What is promised, and what is not:
+    docs/decisions.md.
 
     Args:
         detector: the detector, fitted or not.
@@ -97,13 +100,15 @@ class Calibrated(Detector):
         if name.startswith("_") or name == "detector":  # of copies that are still empty
             raise AttributeError(name)
         value = getattr(self.detector, name)
-        if not name.startswith("fit_"):
+        if not name.startswith("fit_") and name not in _CHANGES:
             return value
 
-        def fit(*args: Any, **kwargs: Any) -> Calibrated:
+        def fit(*args: Any, **kwargs: Any) -> Any:
+            if name not in _CHANGES:  # a fit that fails may leave anything
+                self.calibration = None
+            found = value(*args, **kwargs)
             self.calibration = None
-            value(*args, **kwargs)
-            return self
+            return found if name == "add_class" else self
 
         return fit
 
@@ -272,7 +277,7 @@ class Calibrated(Detector):
         if self.calibration is None:
             raise RequiresFittingException(
                 "the detector is not calibrated. Call calibrate(loader), calibrate_features(z), calibrate_logits(l) or "
-                "calibrate_scores(s) with held-out ID data, after its last fit."
+                "calibrate_scores(s) with held-out ID data, after its last fit or update."
             )
         return self.calibration
 

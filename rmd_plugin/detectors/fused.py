@@ -48,6 +48,8 @@ class FusedRMD(GaussianAttributes):
         w: weights of the head, shape (C, D), in place of ``head``.
         b: its bias, shape (C,); by default zero.
         seed: decides which samples Z is taken over, if there are more than 10,000 different ones.
+        keep_moments: keep the moments and the sample for Z, in files too, so that the detector has :meth:`update`,
+            :meth:`forget` and :meth:`add_class`. The sample holds features of up to 10,000 training samples.
 
     Example:
         >>> import torch
@@ -76,6 +78,8 @@ class FusedRMD(GaussianAttributes):
         ai_coded=True,
     )
 
+    _kind = SampledMoments
+
     def __init__(
         self,
         encoder: Encoder | None = None,
@@ -84,6 +88,7 @@ class FusedRMD(GaussianAttributes):
         b: Tensor | None = None,
         *,
         seed: int = 0,
+        keep_moments: bool = False,
     ) -> None:
         super().__init__(encoder)
         if head is not None and not isinstance(head, nn.Linear):
@@ -92,6 +97,7 @@ class FusedRMD(GaussianAttributes):
             raise ValueError("give the head as head=, or as w= and b=.")
         self.head = _linear(w, b) if w is not None else head
         self.seed = seed
+        self.keep_moments = keep_moments
         self._check_options()
 
     def fit_moments(self, moments: Moments) -> Self:
@@ -102,12 +108,38 @@ class FusedRMD(GaussianAttributes):
         """
         if not isinstance(moments, SampledMoments):
             raise ValueError("FusedRMD needs a sample beside the moments. Collect them with detector.new_moments().")
+        self._require_samples(moments)
         with torch.inference_mode(False), torch.no_grad():
             self._warn_missing_classes(moments.counts)
             parameters = fit_fused(moments, *self._head(moments.num_features))
             self._set_fitted(parameters, moments.num_classes, moments.num_features)
-            self._moments = moments.plain()
+            self._moments = moments if self.keep_moments else moments.plain()
             return self
+
+    def forget(self, z: Tensor, y: Tensor) -> Self:
+        """Take away samples that were added before, from the moments and from the sample for Z.
+
+        The sample knows its features by every bit: give them as they were added, in the same dtype. What is left of it
+        is a fair draw from what remains; with more than 10,000 samples it is a smaller one than a new fit would take,
+        so that Z, and nothing else, differs from that of a new fit. If it shrinks to less than half, a warning says so.
+
+        Args:
+            z: their features, as they were added.
+            y: their labels. Samples with y < 0 are skipped.
+
+        Raises:
+            ValueError: if they cannot have been added, if too little is left to fit on, or there is no sample.
+        """
+        return super().forget(z, y)
+
+    def _require_moments(self) -> Moments:
+        moments = super()._require_moments()
+        if not isinstance(moments, SampledMoments):
+            raise ValueError(
+                "this FusedRMD has kept no sample for Z, so nothing can be added or taken away. "
+                "Fit it with keep_moments=True."
+            )
+        return moments
 
     def _head(self, width: int) -> tuple[Tensor, Tensor]:
         if self.head is None:

@@ -1,22 +1,19 @@
-"""Detectors that are fitted on moments, and their Gaussians under the names that pytorch-ood gives them."""
+"""The Gaussians of detectors that are fitted on moments, under the names that pytorch-ood gives them."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from rmd_plugin.detectors.class_moments import ClassMoments
 from rmd_plugin.detectors.gaussian import regularised_covariance
 from rmd_plugin.detectors.moments import Moments
-from rmd_plugin.detectors.shrinkage import ShrinkingDetector
+from rmd_plugin.detectors.updating import UpdatingDetector
 
 
-class GaussianAttributes(ShrinkingDetector):
+class GaussianAttributes(UpdatingDetector):
     """Means, covariances and their inverses, named as in ``pytorch_ood.detector.Mahalanobis`` and ``RMD``.
 
     As there, they are None before the fit and of torch's default dtype (:class:`rmd_plugin.Moments` has float64). They
@@ -24,29 +21,14 @@ class GaussianAttributes(ShrinkingDetector):
     of pytorch-ood are not divided: its ``cov`` is N times ours plus 1e-6 on the diagonal, its ``precision`` is ours
     divided by N. With ``covariance="diagonal"`` they are diagonals, of shape (D,).
 
-    They are computed from the moments when they are asked for. A file that ``save`` wrote has only what scoring needs,
-    so a detector that was loaded from it raises an AttributeError.
+    They are computed from the moments when they are asked for. Without ``keep_moments=True`` a file that ``save`` wrote
+    has only what scoring needs, so a detector that was loaded from it raises an AttributeError.
     """
 
-    _moments: Moments | None = None
     _gaussians: dict[str, Tensor]
 
-    @abstractmethod
-    def new_moments(self, num_classes: int | None = None, **kwargs: Any) -> ClassMoments:
-        """An empty accumulator with this detector's options (and torchmetrics'), to ``compute()`` and fit on."""
-
-    @abstractmethod
-    def fit_moments(self, moments: Moments) -> Self:
-        """Fit on moments, for example those of several processes, collected as :meth:`new_moments` does."""
-
-    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool) -> Self:
-        metric = self.new_moments(sync_on_compute=False)
-        for z, y in batches:
-            metric.update(z, y)
-        return self.fit_moments(metric.compute())
-
     def _set_fitted(self, state: dict[str, Tensor], num_classes: int, num_features: int) -> Self:
-        self._moments, self._gaussians = None, {}
+        self._gaussians = {}
         return super()._set_fitted(state, num_classes, num_features)
 
     @property
@@ -91,8 +73,9 @@ class GaussianAttributes(ShrinkingDetector):
         if self._moments is None:
             raise AttributeError(
                 f"{type(self).__name__}.{name} is not in a saved state, which has only what scoring needs. Keep the "
-                "moments too (new_moments(), Moments.save): they have means, covariance, background_mean and "
-                "background_covariance, and fit_moments(Moments.load(path)) makes the detector anew."
+                "moments too, with keep_moments=True or on their own (new_moments(), Moments.save): they have means, "
+                "covariance, background_mean and background_covariance, and fit_moments(Moments.load(path)) makes the "
+                "detector anew."
             )
         if name not in self._gaussians:
             with torch.inference_mode(False), torch.no_grad():  # the framework differentiates through some of them

@@ -68,6 +68,8 @@ class GaussianDetector(GaussianAttributes):
         normalize: scale the features to unit length first (Mahalanobis++).
         covariance: ``"tied"``, one covariance matrix for all classes as in the paper, or ``"diagonal"``, only its
             diagonal: O(D) memory and no matrix product in the fit, for very wide features.
+        keep_moments: save the moments too, so that a loaded detector has :meth:`update`, :meth:`forget` and
+            :meth:`add_class`: a file of K x D + D x D further numbers. Scoring does not use them.
     """
 
     hyperparameter_space: dict[str, list[Any]] = {"shrinkage": [0.0, 0.01, 0.1, 0.5], "normalize": [False, True]}  # noqa: RUF012
@@ -79,11 +81,13 @@ class GaussianDetector(GaussianAttributes):
         shrinkage: Shrinkage = 0.0,
         normalize: bool = False,
         covariance: Literal["tied", "diagonal"] = "tied",
+        keep_moments: bool = False,
     ) -> None:
         super().__init__(encoder)
         self.shrinkage = shrinkage
         self.normalize = normalize
         self.covariance = covariance
+        self.keep_moments = keep_moments
         self._check_options()
 
     @abstractmethod
@@ -97,8 +101,7 @@ class GaussianDetector(GaussianAttributes):
             ValueError: if the moments were collected with other options than the detector's.
         """
         self._check_options()
-        if moments.num_samples == 0:
-            raise ValueError("the moments hold no in-distribution sample (label >= 0): there is nothing to fit.")
+        self._require_samples(moments)
         if moments.normalized != self.normalize:
             raise ValueError(
                 f"the detector has normalize={self.normalize}, but the moments were collected with "
@@ -240,6 +243,7 @@ class PartialMahalanobis(GaussianDetector):
         largest: sum over the d directions of largest variance; if False, over the D - d remaining ones.
         shrinkage: see :class:`GaussianDetector`.
         normalize: see :class:`GaussianDetector`.
+        keep_moments: see :class:`GaussianDetector`.
 
     Example:
         >>> import torch
@@ -261,10 +265,11 @@ class PartialMahalanobis(GaussianDetector):
         largest: bool = True,
         shrinkage: Shrinkage = 0.0,
         normalize: bool = False,
+        keep_moments: bool = False,
     ) -> None:
         self.components = components
         self.largest = largest
-        super().__init__(encoder, shrinkage=shrinkage, normalize=normalize)
+        super().__init__(encoder, shrinkage=shrinkage, normalize=normalize, keep_moments=keep_moments)
 
     def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
         return fit_partial(moments, self.components, largest=self.largest, shrinkage=self.shrinkage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,16 +11,21 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
+from rmd_plugin.detectors.cancellation import never_added, remaining_scatter
 from rmd_plugin.detectors.files import File, TensorSpec, check_tensors, naming, read_state, write_state
+from rmd_plugin.detectors.functional import listed
 
 _TENSORS = ("counts", "shift", "sums", "second")
+#: size of a sum that is left where nothing should be, relative to its terms: more than float32 features differ by
+_RESIDUE = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
 class Moments:
     """First and second moments of labelled features, in float64.
 
-    Moments of disjoint sets of samples add up: ``a + b`` is what one pass over both would have given.
+    Moments of disjoint sets of samples add up: ``a + b`` is what one pass over both would have given. ``a - b`` takes
+    samples away that were added before, and refuses those that cannot have been: counts or variances would be negative.
 
     Attributes:
         counts: samples per class, shape (K,).
@@ -40,6 +46,8 @@ class Moments:
                 [5., 5.]], dtype=torch.float64)
         >>> (moments + moments).num_samples
         6
+        >>> (moments + moments - moments).num_samples
+        3
     """
 
     counts: Tensor
@@ -86,7 +94,7 @@ class Moments:
     @property
     def covariance(self) -> Tensor:
         """Covariance Sigma around the class means, divided by N, shape (D, D) or (D,)."""
-        return self._per_sample(self.second - self._square(self._class_roots()))
+        return self._per_sample(self._scatter())
 
     @property
     def background_covariance(self) -> Tensor:
@@ -101,13 +109,7 @@ class Moments:
     def __add__(self, other: Moments) -> Moments:
         if not isinstance(other, Moments):
             return NotImplemented
-        for name in ("num_features", "normalized", "diagonal"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise ValueError(
-                    f"moments with {name}={mine} and {name}={theirs} do not add up. "
-                    "Collect both parts on the same layer and with the same options."
-                )
+        self._check_kind(other)
         classes = max(self.num_classes, other.num_classes)
         # an empty part has no shift of its own: keep the other's
         shift = self.shift if self.num_samples else other.shift
@@ -119,6 +121,30 @@ class Moments:
             second=first.second + second.second,
         )
 
+    def __sub__(self, other: Moments) -> Moments:
+        if not isinstance(other, Moments):
+            return NotImplemented
+        self._check_kind(other)
+        classes = max(self.num_classes, other.num_classes)
+        whole, part = self.with_classes(classes), other.to(self.device).with_classes(classes).with_shift(self.shift)
+        counts, sums, size = whole.counts - part.counts, whole.sums - part.sums, whole._size().maximum(part._size())
+        if wrong := (counts < 0).nonzero().flatten().tolist():
+            have, less = int(whole.counts[wrong[0]]), int(part.counts[wrong[0]])
+            raise never_added(f"class {wrong[0]} has {have} samples, fewer than the {less} to take away")
+        empty = counts == 0
+        scale = (whole.counts[empty, None] * size).sqrt()  # the largest sum of so many samples
+        if bool((sums[empty].abs() > _RESIDUE * scale).any()):
+            ratio = float((sums[empty].abs() / scale).nan_to_num(posinf=1.0).amax())
+            raise never_added(f"a class without samples would keep a sum of {ratio:.2g} of what its samples had")
+        sums[empty] = 0.0
+        left = replace(whole, counts=counts, sums=sums, second=whole.second - part.second)
+        freedom = left.num_samples - int((counts > 0).sum())
+        scatter = remaining_scatter(left._scatter(), whole._scatter(), size, whole.num_samples, freedom)
+        # around their own mean, so that a stream that moves away from the first samples loses no digits
+        shift = self.shift + sums.sum(0) / counts.sum().clamp(min=1)
+        left = replace(left, shift=shift, sums=sums - counts[:, None] * (shift - self.shift))
+        return replace(left, second=scatter + left._square(left._class_roots()))
+
     def __radd__(self, other: object) -> Moments:
         # sum(parts) starts from the integer 0
         return self if other == 0 else NotImplemented
@@ -128,11 +154,36 @@ class Moments:
         return replace(self, **{name: getattr(self, name).to(device) for name in _TENSORS})
 
     def with_classes(self, num_classes: int) -> Moments:
-        """The same moments with room for ``num_classes`` classes."""
+        """The same moments with room for ``num_classes`` classes.
+
+        Raises:
+            ValueError: if there are samples of further classes.
+        """
         missing = num_classes - self.num_classes
         if missing == 0:
             return self
+        if bool(self.counts[max(0, num_classes) :].any()):
+            last = int(self.counts.nonzero()[-1])
+            raise ValueError(f"num_classes={num_classes} leaves no room for class {last}. Take it away with without().")
         return replace(self, counts=F.pad(self.counts, (0, missing)), sums=F.pad(self.sums, (0, 0, 0, missing)))
+
+    def without(self, classes: Iterable[int]) -> Moments:
+        """The same moments without some classes, whose labels stay free: those of the others are as before.
+
+        One covariance is shared by all classes, so it stays as it is: what the samples of these classes have told about
+        it is kept. To forget them altogether, subtract their moments.
+
+        Raises:
+            ValueError: if there is no such class.
+        """
+        chosen = sorted(set(classes))
+        if wrong := [label for label in chosen if not 0 <= label < self.num_classes]:
+            raise ValueError(f"there are classes 0 to {self.num_classes - 1}, got {listed(wrong)}.")
+        counts, sums = self.counts.clone(), self.sums.clone()
+        counts[chosen], sums[chosen] = 0.0, 0.0
+        left = replace(self, counts=counts, sums=sums)
+        scatter = self._scatter() * (counts.sum() / self.counts.sum().clamp(min=1))
+        return replace(left, second=scatter + left._square(left._class_roots()))
 
     def with_shift(self, shift: Tensor) -> Moments:
         """The same moments, with the sums taken around another point of shape (D,)."""
@@ -168,8 +219,14 @@ class Moments:
                 state = cls._from_parts(state["moments"], state["tensors"])
             if not isinstance(state, cls):
                 raise ValueError(f"it holds a {type(state).__name__}, expected moments written by Moments.save.")
-            check_tensors(state._parts()[1], state._specs(), {})
+            state.check_content({})
             return state
+
+    def check_content(self, sizes: dict[str, int]) -> None:
+        """Refuse tensors that cannot be moments; ``sizes`` may give K and D, see :func:`.files.check_tensors`."""
+        check_tensors(self._parts()[1], self._specs(), sizes)
+        if bool((self.counts < 0).any()) or bool((self.counts % 1 > 0).any()):
+            raise ValueError("the moments count samples with numbers other than 0, 1, 2, ... Expected whole ones.")
 
     def plain(self) -> Moments:
         """The moments alone, without what else was kept with them."""
@@ -181,11 +238,30 @@ class Moments:
 
     @classmethod
     def _from_parts(cls, plain: dict[str, Any], tensors: dict[str, Tensor]) -> Self:
+        if missing := [name for name in _TENSORS if not isinstance(tensors.get(name), Tensor)]:
+            raise ValueError(f"the moments lack {listed(missing)}. Expected what Moments.save wrote.")
         return cls(**{name: tensors[name] for name in _TENSORS}, normalized=plain["normalized"])
 
     def _specs(self) -> dict[str, TensorSpec]:
         sizes = {"counts": "K", "shift": "D", "sums": "K D", "second": "D" if self.diagonal else "D D"}
         return {name: TensorSpec(size) for name, size in sizes.items()}
+
+    def _check_kind(self, other: Moments) -> None:
+        for name in ("num_features", "normalized", "diagonal"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise ValueError(
+                    f"moments with {name}={mine} and {name}={theirs} do not add up. "
+                    "Collect both parts on the same layer and with the same options."
+                )
+
+    def _size(self) -> Tensor:
+        """Second moment of each feature, shape (D,)."""
+        return self.second if self.diagonal else self.second.diagonal()
+
+    def _scatter(self) -> Tensor:
+        """Scatter around the class means, N times the covariance."""
+        return self.second - self._square(self._class_roots())
 
     def _class_roots(self) -> Tensor:
         # rows r_k with sum_k r_k r_k^T = sum_k S_k S_k^T / n_k

@@ -2,10 +2,14 @@
 
 The sample is the same for every order, every split into batches and every number of processes: a sample of the data is
 ranked by a hash of its content, its features and its label, and those of the smallest hashes are kept.
+
+Samples of the data that are taken away are found by their hashes. What is left is a fair draw from what remains: all of
+it up to the hash that was the largest kept one. Later additions are cut there too, or they would outnumber the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,8 +20,10 @@ from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import Self
 
+from rmd_plugin.detectors.cancellation import never_added
 from rmd_plugin.detectors.class_moments import ClassMoments
-from rmd_plugin.detectors.files import TensorSpec
+from rmd_plugin.detectors.files import TensorSpec, check_tensors
+from rmd_plugin.detectors.functional import warn_numerical
 from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.encoding.features import widened
 
@@ -25,6 +31,8 @@ from rmd_plugin.encoding.features import widened
 RESERVOIR_SIZE = 10_000
 #: samples whose hashes are computed at a time
 _CHUNK_ROWS = 1024
+#: the largest hash
+_NO_LIMIT = 2**63 - 1
 #: of the hash: odd numbers without pattern (those of the generator splitmix64)
 _STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
@@ -52,10 +60,32 @@ class Reservoir(NamedTuple):
         chosen = order[first][:RESERVOIR_SIZE]
         return type(self)(self.keys[chosen], self.rows[chosen], self.labels[chosen], copies[:RESERVOIR_SIZE])
 
+    def select(self, mask: Tensor) -> Reservoir:
+        """Those of a mask of shape (S,)."""
+        return Reservoir(*(tensor[mask] for tensor in self))
+
     def join(self, other: Reservoir) -> Reservoir:
         """What both together would have kept."""
         pairs = zip(self, (tensor.to(self.keys.device) for tensor in other), strict=True)
         return Reservoir(*(torch.cat(pair) for pair in pairs)).smallest()
+
+    def drop(self, other: Reservoir) -> Reservoir:
+        """What is left without the samples of another one, all of which must be here.
+
+        Raises:
+            ValueError: if they are not.
+        """
+        keys, less = other.keys.to(self.keys.device), other.copies.to(self.keys.device)
+        found = torch.isin(keys, self.keys)
+        place = torch.searchsorted(self.keys, keys[found])
+        copies = self.copies.index_add(0, place, -less[found])
+        missing = int(less[~found].sum() - copies.clamp(max=0).sum())
+        if missing:
+            raise never_added(
+                f"{missing} of the {int(less.sum())} samples that can be looked up are not in the sample, which knows "
+                "them by every bit of their features"
+            )
+        return self._replace(copies=copies).select(copies > 0)
 
 
 def content_keys(rows: Tensor, labels: Tensor, seed: int) -> Tensor:
@@ -86,42 +116,89 @@ class SampledMoments(Moments):
     Attributes:
         sample: at most :data:`RESERVOIR_SIZE` different samples.
         seed: decides which.
+        limit: none of a larger key is kept; it is lowered when samples are taken away.
     """
 
     sample: Reservoir = field(kw_only=True)
     seed: int = field(default=0, kw_only=True)
+    limit: int = field(default=_NO_LIMIT, kw_only=True)
 
     def __add__(self, other: Moments) -> Moments:
         if not isinstance(other, SampledMoments):
             return super().__add__(other).plain() if isinstance(other, Moments) else NotImplemented
+        limit, mine, theirs = self._comparable(other)
+        return self._with_moments(super().__add__(other), mine.join(theirs), limit)
+
+    def __sub__(self, other: Moments) -> Moments:
+        if not isinstance(other, SampledMoments):
+            return super().__sub__(other).plain() if isinstance(other, Moments) else NotImplemented
+        limit, mine, theirs = self._comparable(other)
+        left = self._with_moments(super().__sub__(other), mine.drop(theirs), limit)
+        few, most = int(left.sample.copies.sum()), min(left.num_samples, RESERVOIR_SIZE)
+        if few < most / 2:
+            warn_numerical(
+                f"the sample beside the moments has shrunk to {few} of the {left.num_samples} samples that remain; a "
+                f"new fit would draw {most}. Fit again if scores should not depend on so few.",
+                kind="the sample has shrunk",
+            )
+        return left
+
+    def without(self, classes: Iterable[int]) -> Moments:
+        """The same without some classes, see :meth:`rmd_plugin.Moments.without`, in the sample too."""
+        chosen = list(classes)
+        keep = ~torch.isin(self.sample.labels, torch.tensor(chosen, dtype=torch.long, device=self.device))
+        return self._with_moments(super().without(chosen), self.sample.select(keep), self._limit())
+
+    def _comparable(self, other: SampledMoments) -> tuple[int, Reservoir, Reservoir]:
+        """The key up to which both samples are complete, and their parts up to it."""
         if other.seed != self.seed:
             raise ValueError(f"samples of seed={self.seed} and seed={other.seed} do not add up. Give both the same.")
-        total = super().__add__(other).plain()
-        return SampledMoments(**vars(total), sample=self.sample.join(other.sample), seed=self.seed)
+        limit = min(self._limit(), other._limit())
+        mine, theirs = (part.sample.select(part.sample.keys <= limit) for part in (self, other))
+        return limit, mine, theirs
+
+    def _limit(self) -> int:
+        full = len(self.sample.keys) >= RESERVOIR_SIZE
+        return min(self.limit, int(self.sample.keys[-1])) if full else self.limit
+
+    def _with_moments(self, moments: Moments, sample: Reservoir, limit: int) -> SampledMoments:
+        return SampledMoments(**vars(moments.plain()), sample=sample, seed=self.seed, limit=limit)
 
     def to(self, device: torch.device | str) -> Moments:
         """Copy on another device."""
-        moved = super().to(device).plain()
         sample = Reservoir(*(tensor.to(device) for tensor in self.sample))
-        return SampledMoments(**vars(moved), sample=sample, seed=self.seed)
+        return self._with_moments(super().to(device), sample, self.limit)
 
     def _parts(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         plain, tensors = super()._parts()
         sample = {f"sample.{name}": tensor for name, tensor in self.sample._asdict().items()}
-        return {**plain, "seed": self.seed}, {**tensors, **sample}
+        limit = {"sample.limit": torch.tensor(self.limit)}
+        return {**plain, "seed": self.seed}, {**tensors, **sample, **limit}
 
     @classmethod
     def _from_parts(cls, plain: dict[str, Any], tensors: dict[str, Tensor]) -> Self:
         names = [f"sample.{name}" for name in Reservoir._fields]
-        if not {*names} <= tensors.keys():
+        if not all(isinstance(tensors.get(name), Tensor) for name in names):
             raise ValueError("it holds moments without a sample. Collect them with detector.new_moments().")
         moments = Moments._from_parts(plain, tensors)
-        return cls(**vars(moments), sample=Reservoir(*(tensors[name] for name in names)), seed=plain["seed"])
+        limit = tensors.get("sample.limit", torch.tensor(_NO_LIMIT))  # files from before hold none
+        check_tensors({"sample.limit": limit}, {"sample.limit": TensorSpec("", torch.int64)}, {})
+        sample = Reservoir(*(tensors[name] for name in names))
+        return cls(**vars(moments), sample=sample, seed=plain["seed"], limit=int(limit))
 
     def _specs(self) -> dict[str, TensorSpec]:
         kinds = {"keys": "S", "labels": "S", "copies": "S"}
         specs = {f"sample.{name}": TensorSpec(size, torch.int64) for name, size in kinds.items()}
-        return {**super()._specs(), **specs, "sample.rows": TensorSpec("S D", self.sample.rows.dtype)}
+        rows = TensorSpec("S D", torch.float64 if self.sample.rows.dtype == torch.float64 else torch.float32)
+        return {**super()._specs(), **specs, "sample.rows": rows}
+
+    def check_content(self, sizes: dict[str, int]) -> None:
+        """Refuse tensors that cannot be moments and a sample."""
+        super().check_content(sizes)
+        keys, _, labels, copies = self.sample
+        known = (labels >= 0) & (labels < self.num_classes) & (copies > 0)
+        if bool((keys[1:] <= keys[:-1]).any()) or not bool(known.all()):
+            raise ValueError("the sample has keys out of order, unknown labels or empty places. Collect it again.")
 
 
 class SampledClassMoments(ClassMoments):

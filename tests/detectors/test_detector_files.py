@@ -57,6 +57,7 @@ def test_the_file_is_safetensors_that_others_can_read(fitted, tmp_path):
             "shrinkage": 0.1,
             "normalize": False,
             "covariance": "tied",
+            "keep_moments": False,
             "num_classes": 3,
             "num_features": 4,
         },

@@ -1,5 +1,5 @@
 import io
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import oracle
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rmd_plugin import ClassMoments, Moments
+from rmd_plugin.detectors.files import write_state
 
 FIELDS = ("counts", "means", "covariance", "background_mean", "background_covariance", "between_covariance")
 
@@ -318,3 +319,165 @@ def test_normalized_moments_are_those_of_unit_vectors(blobs):
     assert moments.normalized
     unit = collect(nn.functional.normalize(z, dim=1), y)
     torch.testing.assert_close(moments.covariance, unit.covariance)
+
+
+# -- taking away ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    cut=st.integers(40, 110),
+    offset=st.sampled_from([0.0, 100.0, 1e4]),
+    options=st.sampled_from([{}, {"diagonal": True}, {"normalize": True}]),
+)
+def test_what_was_added_can_be_taken_away(seed, cut, offset, options):
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(120, 4, generator=generator, dtype=torch.float64) + offset
+    y = torch.randint(-1, 5, (120,), generator=generator)
+    y[:5] = torch.arange(5)
+    first, second = (collect(z[part], y[part], **options) for part in (slice(cut), slice(cut, None)))
+    # unit vectors of mean 1e4 have a variance of 1e-8
+    atol = 1e-9 if not options.get("normalize") else 1e-15
+    assert_same(first + second - second, first, rtol=1e-8, atol=atol)
+    assert_same(collect(z, y, **options) - second, first, rtol=1e-8, atol=atol)
+
+
+def test_a_difference_is_the_textbook_of_what_remains(blobs):
+    z, y, _ = blobs
+    left = collect(z, y, batch=17) - collect(z[3:270], y[3:270], batch=50)
+    rest = torch.cat([z[:3], z[270:]]), torch.cat([y[:3], y[270:]])
+    means, sigma, mu_0, sigma_0, _ = oracle.moments(*rest)
+    assert left.counts.tolist() == rest[1].bincount().tolist()
+    np.testing.assert_allclose(left.means, np.stack([means[k] for k in sorted(means)]), rtol=1e-11)
+    np.testing.assert_allclose(left.covariance, sigma, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(left.background_mean, mu_0, rtol=1e-11)
+    np.testing.assert_allclose(left.background_covariance, sigma_0, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_nothing_remains_of_moments_without_themselves(blobs, diagonal):
+    z, y, _ = blobs
+    moments = collect(z, y, diagonal=diagonal)
+    nothing = moments - collect(z.flip(0), y.flip(0), batch=7, diagonal=diagonal)
+    assert nothing.num_samples == 0
+    assert not any(bool(tensor.any()) for tensor in (nothing.counts, nothing.sums, nothing.second))
+    assert_same(nothing + moments, moments)
+
+
+def test_a_class_whose_samples_are_taken_away_leaves_no_trace(blobs):
+    z, y, _ = blobs
+    left = collect(z, y) - collect(z[y == 2], y[y == 2])
+    assert_same(left, collect(z[y != 2], y[y != 2]))
+    assert not left.sums[2].any()
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_samples_that_were_never_added_cannot_be_taken_away(blobs, diagonal):
+    z, y, x = blobs
+
+    def take(rows, labels, message):
+        whole = collect(z, y, diagonal=diagonal)
+        with pytest.raises(ValueError, match=rf"{message}.*not all added before. Take away what was added"):
+            whole - collect(rows, labels, diagonal=diagonal)
+
+    take(torch.cat([z, z[:1]]), torch.cat([y, y[:1]]), "class 0 has 60 samples, fewer than the 61")
+    take(z[:1], y[:1] + 5, "class 5 has 0 samples, fewer than the 1")
+    take(x[:60], torch.full((60,), 2), "a class without samples would keep a sum of")
+    take(1e3 * z[:1], y[:1], "variances would be left that no samples have, wrong by (1|0.98) of")
+    # the same means, twice the spread
+    centre = torch.stack([z[y == k].mean(0) for k in range(5)])[y]
+    take(2 * z - centre, y, "variances would be left that no samples have")
+
+
+def test_with_fewer_samples_than_features_a_single_foreign_one_is_found_out():
+    z, y = torch.randn(30, 40, dtype=torch.float64), torch.arange(30) % 3
+    left = collect(z, y) - collect(z[:1], y[:1])
+    assert_same(left, collect(z[1:], y[1:]))
+    with pytest.raises(ValueError, match="not all added before"):
+        collect(z, y) - collect(torch.randn(1, 40), y[:1])
+
+
+def test_only_moments_of_one_kind_can_be_taken_away(blobs):
+    z, y, _ = blobs
+    with pytest.raises(ValueError, match="num_features=12 and num_features=3"):
+        collect(z, y) - collect(z[:, :3], y)
+    with pytest.raises(ValueError, match="normalized"):
+        collect(z, y) - collect(z, y, normalize=True)
+    with pytest.raises(TypeError):
+        collect(z, y) - 3
+
+
+def by_hand(z, y, classes):
+    """The moments of a batch around its mean, without the accumulator."""
+    centred, one_hot = z - z.mean(0), nn.functional.one_hot(y, classes).double()
+    return Moments(one_hot.sum(0), z.mean(0), one_hot.T @ centred, centred.T @ centred)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_ten_thousand_small_parts_do_not_drift(offset):
+    z, y, _ = make_blobs(num_classes=3, width=6, per_class=10_000)
+    z = z + offset
+    parts = [by_hand(rows, labels, 3) for rows, labels in zip(z.split(3), y.split(3), strict=True)]
+    total = sum(parts)
+    _, sigma, *_ = oracle.moments(z, y)
+    np.testing.assert_allclose(total.covariance, sigma, rtol=1e-10, atol=1e-10)
+    for part in parts[100:]:
+        total = total - part
+    _, sigma, *_ = oracle.moments(z[:300], y[:300])
+    np.testing.assert_allclose(total.covariance, sigma, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_a_window_over_a_stream_that_moves_away_keeps_its_digits():
+    z, y, _ = make_blobs(num_classes=3, width=6, per_class=2000)
+    z = z + torch.linspace(0, 1e5, len(z), dtype=torch.float64)[:, None]
+    parts = [by_hand(rows, labels, 3) for rows, labels in zip(z.split(6), y.split(6), strict=True)]
+    window = sum(parts[:50])
+    for new, old in zip(parts[50:], parts, strict=False):
+        window = window + new - old
+    _, sigma, *_ = oracle.moments(z[-300:], y[-300:])
+    np.testing.assert_allclose(window.covariance, sigma, rtol=1e-9, atol=1e-9 * sigma.max())
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_moments_without_a_class_keep_the_other_labels_and_the_common_covariance(blobs, diagonal):
+    z, y, _ = blobs
+    moments = collect(z, y, diagonal=diagonal)
+    left, rest = moments.without([1, 3]), collect(z[(y != 1) & (y != 3)], y[(y != 1) & (y != 3)], diagonal=diagonal)
+    for field in ("counts", "means", "background_mean", "between_covariance"):
+        torch.testing.assert_close(getattr(left, field), getattr(rest, field), equal_nan=True)
+    torch.testing.assert_close(left.covariance, moments.covariance)
+    assert left.without([]).num_samples == 180
+    assert moments.without(range(5)).num_samples == 0
+
+
+def test_where_the_covariance_is_common_a_class_is_taken_out_exactly(blobs):
+    z, y, _ = blobs
+    z = z[y == 0]
+    shifted = torch.cat([z, z + 5.0, z - 2.0]), torch.arange(3).repeat_interleave(60)
+    assert_same(collect(*shifted).without([2]).with_classes(2), collect(shifted[0][:120], shifted[1][:120]))
+
+
+def test_classes_that_are_not_there_cannot_be_taken_out(blobs):
+    moments = collect(*blobs[:2])
+    for wrong in (5, -1):
+        with pytest.raises(ValueError, match=f"there are classes 0 to 4, got {wrong}"):
+            moments.without([0, wrong])
+    with pytest.raises(ValueError, match=r"num_classes=3 leaves no room for class 4.*without"):
+        moments.with_classes(3)
+    assert moments.without([4]).with_classes(4).num_classes == 4
+    assert moments.with_classes(7).counts.tolist() == [60] * 5 + [0, 0]
+
+
+def test_a_file_of_impossible_moments_is_refused(blobs, tmp_path):
+    moments = collect(*blobs[:2])
+    for counts in (-moments.counts, moments.counts + 0.5):
+        replace(moments, counts=counts).save(tmp_path / "moments.pt")
+        with pytest.raises(ValueError, match="other than 0, 1, 2"):
+            Moments.load(tmp_path / "moments.pt")
+    state = {"moments": {"normalized": False}, "tensors": {"counts": moments.counts}}
+    write_state(tmp_path / "moments.pt", state)
+    with pytest.raises(ValueError, match="the moments lack shift, sums, second"):
+        Moments.load(tmp_path / "moments.pt")

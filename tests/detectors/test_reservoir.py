@@ -10,9 +10,9 @@ import torch.distributed as dist
 from conftest import make_blobs
 from torch import multiprocessing as mp
 
-from rmd_plugin import FusedRMD, Moments
+from rmd_plugin import FusedRMD, Moments, NumericalWarning
 from rmd_plugin.detectors import reservoir
-from rmd_plugin.detectors.files import DetectorFileError
+from rmd_plugin.detectors.files import DetectorFileError, write_state
 from rmd_plugin.detectors.reservoir import RESERVOIR_SIZE, SampledClassMoments, SampledMoments, content_keys
 
 
@@ -167,6 +167,106 @@ def test_moments_and_sample_are_saved_together(many, tmp_path):
     with pytest.raises(DetectorFileError, match="moments without a sample"):
         SampledMoments.load(tmp_path / "plain.pt")
     assert same(copy.deepcopy(moments).to("cpu"), moments)
+
+
+# -- taking away ------------------------------------------------------------------------------------------------------
+
+
+def rows_of(moments):
+    rows, labels = moments.sample.rows.tolist(), moments.sample.labels.tolist()
+    return Counter((*row, label) for row, label in zip(rows, labels, strict=True))
+
+
+def test_up_to_the_size_of_the_sample_a_difference_is_the_sample_of_what_remains(many):
+    z, y = many[0][-9000:], many[1][-9000:]  # 1,000 of them three times, here or there
+    z, y = torch.cat([z, z[:500]]), torch.cat([y, y[:500]])
+    left = collected(z, y).compute() - collected(z[4000:], y[4000:]).compute()
+    assert same(left, collected(z[:4000], y[:4000]).compute())
+    assert same(left + collected(z[4000:], y[4000:]).compute(), collected(z, y).compute())
+
+
+def test_what_is_taken_away_is_gone_from_the_sample_and_the_rest_is_a_fair_draw(many):
+    z, y = many[0][:26_000], many[1][:26_000]
+    whole, gone = collected(z, y).compute(), collected(z[:12_000], y[:12_000]).compute()
+    left = whole - gone
+    forgotten = {(*row, label) for row, label in zip(z[:12_000].tolist(), y[:12_000].tolist(), strict=True)}
+    assert not forgotten & rows_of(left).keys()
+    expected = {row for row in rows_of(whole) if row not in forgotten}
+    assert rows_of(left).keys() == expected
+    # later samples are cut at the same key: as large a share of them is kept as of the others
+    new = torch.randn(3000, 3)
+    more = left + collected(new, y[:3000]).compute()
+    kept = len({(*row, label) for row, label in zip(new.tolist(), y.tolist(), strict=False)} & rows_of(more).keys())
+    assert kept / 3000 == pytest.approx(RESERVOIR_SIZE / 26_000, rel=0.1)
+    assert len(more.sample.keys) == kept + len(expected)
+
+
+def test_a_sample_that_was_never_added_is_found_out_by_any_bit(many):
+    z, y = many[0][:5000], many[1][:5000]
+    whole, wrong = collected(z, y).compute(), z[:3].clone()
+    wrong[1, 0] = torch.nextafter(wrong[1, 0], torch.tensor(9.0))
+    with pytest.raises(
+        ValueError, match=r"1 of the 3 samples that can be looked up are not in the sample.*not all added"
+    ):
+        whole - collected(wrong, y[:3]).compute()
+    with pytest.raises(ValueError, match="1 of the 2 samples"):
+        whole - collected(z[[0, 0]], y[[0, 0]]).compute()
+
+
+def test_a_sample_that_has_shrunk_is_told(many):
+    z, y = many[0][:26_000], many[1][:26_000]
+    whole = collected(z, y).compute()
+    with pytest.warns(
+        NumericalWarning, match=r"shrunk to \d+ of the 6000 samples that remain; a new fit would draw 6000"
+    ):
+        left = whole - collected(z[6000:], y[6000:]).compute()
+    assert len(left.sample.keys) == pytest.approx(6000 * RESERVOIR_SIZE / 26_000, rel=0.1)
+
+
+def test_a_class_that_is_taken_out_leaves_the_sample_too(many):
+    z, y = many
+    moments = collected(z, y).compute()
+    left = moments.without([3, 4])
+    assert set(left.sample.labels.tolist()) == {0, 1, 2, 5, 6}
+    assert left.limit == int(moments.sample.keys[-1])
+    assert left.counts[[3, 4]].tolist() == [0, 0]
+
+
+def test_differences_need_samples_of_one_seed_or_give_none(many):
+    z, y = many[0][:500], many[1][:500]
+    whole, part = collected(z, y), collected(z[:50], y[:50])
+    assert type(whole.compute() - part.compute().plain()) is Moments
+    with pytest.raises(ValueError, match="seed=0 and seed=5"):
+        whole.compute() - collected(z[:50], y[:50], seed=5).compute()
+
+
+def test_how_far_a_sample_is_complete_is_saved_and_files_from_before_load(many, tmp_path):
+    z, y = many[0][:26_000], many[1][:26_000]
+    left = collected(z, y).compute() - collected(z[:100], y[:100]).compute()
+    left.save(tmp_path / "moments.pt")
+    loaded = SampledMoments.load(tmp_path / "moments.pt")
+    assert loaded.limit == left.limit < 2**63 - 1
+    plain, tensors = left._parts()
+    del tensors["sample.limit"]
+    write_state(tmp_path / "before.pt", {"moments": plain, "tensors": tensors})
+    assert SampledMoments.load(tmp_path / "before.pt").limit == 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("labels", lambda t: t + 1),
+        ("labels", lambda t: t - 1),
+        ("copies", lambda t: t - 1),
+        ("keys", lambda t: t.flip(0)),
+    ],
+)
+def test_a_sample_that_no_draw_can_have_left_is_refused(name, change, many, tmp_path):
+    plain, tensors = collected(many[0][:500], many[1][:500]).compute()._parts()
+    tensors[f"sample.{name}"] = change(tensors[f"sample.{name}"])
+    write_state(tmp_path / "moments.pt", {"moments": plain, "tensors": tensors})
+    with pytest.raises(DetectorFileError, match="keys out of order, unknown labels or empty places"):
+        SampledMoments.load(tmp_path / "moments.pt")
 
 
 # -- two processes ----------------------------------------------------------------------------------------------------

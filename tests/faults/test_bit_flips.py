@@ -19,6 +19,7 @@ FAMILIES = {
     "marginal": MarginalMahalanobis,
     "partial": lambda: PartialMahalanobis(components=2),
     "fused": lambda: FusedRMD(w=torch.eye(3, 4)),
+    "kept": lambda: FusedRMD(keep_moments=True),
     "likelihood": lambda: FlowLikelihood(**QUICK),
     "relative": lambda: RelativeFlow(space="features", background="flow", sharing="per_class", **QUICK),
     "conditional": lambda: RelativeFlow(**QUICK),
@@ -61,7 +62,9 @@ def test_no_flipped_bit_changes_a_detector_silently(make, write, tmp_path):
             continue
         # padding of a zip, blanks of a header: nothing that was read
         assert torch.equal(loaded.predict_features(x), expected)
-        assert loaded.state_dict()["options"] == detector.state_dict()["options"]
+        found, whole_state = loaded.state_dict(), detector.state_dict()
+        assert found["options"] == whole_state["options"]
+        assert all(torch.equal(tensor, found["tensors"][name]) for name, tensor in whole_state["tensors"].items())
     assert len(messages) > 100
     assert all(text.startswith(f"{path} cannot be loaded: ") and "\n" not in text for text in messages)
     assert not any("weights_only" in text for text in messages)

@@ -20,7 +20,7 @@ from pytorch_ood.detector import (
 )
 from pytorch_ood.detector import Mahalanobis as FrameworkMahalanobis
 
-from rmd_plugin import RMD, Mahalanobis, PartialMahalanobis
+from rmd_plugin import RMD, FusedRMD, Mahalanobis, PartialMahalanobis
 from rmd_plugin.detectors.snapshot import NotKeptError, build_detector, give_encoder, restore_snapshot, take_snapshot
 from rmd_plugin.monitor.callback import OODMonitor, OODMonitorWarning
 
@@ -56,6 +56,19 @@ def test_a_checkpoint_holds_plain_data_and_gives_the_detectors_back_bit_by_bit(c
     assert list(detectors) == ["rmd", "md"]
     for name, detector in detectors.items():
         assert torch.equal(detector.predict_features(z), monitor.detectors[name].predict_features(z))
+
+
+def test_detectors_of_a_checkpoint_go_on_from_their_moments(tmp_path):
+    monitor = monitored({"rmd": RMD(keep_moments=True), "fused": FusedRMD(keep_moments=True), "md": Mahalanobis()})
+    _, module = fit(monitor, ModelCheckpoint(tmp_path, save_last=True))
+    z, y = features_of(module, TRAIN[0]), TRAIN[1]
+    detectors = OODMonitor.load_detectors(tmp_path / "last.ckpt")
+    assert detectors["md"].moments is None
+    for name in ("rmd", "fused"):
+        once = monitor.detectors[name].predict_features(z)
+        assert torch.equal(detectors[name].predict_features(z), once)
+        assert detectors[name].update(z, y).moments.num_samples == 2 * len(z)
+        torch.testing.assert_close(detectors[name].forget(z, y).predict_features(z), once, rtol=1e-4, atol=1e-4)
 
 
 def test_a_damaged_checkpoint_gives_no_detectors(checkpoint, tmp_path):

@@ -170,6 +170,24 @@ class FlowDetector(ShrinkingDetector):
             state = self._fit_state(moments, z, y, progress=progress) | self._intensity(moments)
             return self._set_fitted(state, moments.num_classes, moments.num_features)
 
+    def update(self, z: Tensor, y: Tensor) -> Self:
+        """Refused: flows are trained on samples, and keep none."""
+        raise self._no_update()
+
+    def forget(self, z: Tensor, y: Tensor) -> Self:
+        """Refused, see :meth:`update`."""
+        raise self._no_update()
+
+    def add_class(self, z: Tensor, name: str | None = None) -> int:
+        """Refused, see :meth:`update`."""
+        raise self._no_update()
+
+    def _no_update(self) -> NotImplementedError:
+        return NotImplementedError(
+            f"{type(self).__name__} is trained on samples and keeps none of them, so none can be added or taken away. "
+            "Fit it again on all samples, or use RMD or FusedRMD(keep_moments=True), which can be updated."
+        )
+
     def _fit_state(self, moments: Moments, z: Tensor, y: Tensor, *, progress: bool) -> dict[str, Tensor]:
         state = fit_start(moments, self.shrinkage, self.space)
         labels, points = state["classes"].cpu(), state["points"]
