@@ -22,6 +22,7 @@ from rmd_plugin.app.parts import (
     make_extractor,
     run_names,
 )
+from rmd_plugin.app.preprocessing import say_preprocessing
 from rmd_plugin.backbones.base import Backbone
 from rmd_plugin.backbones.transforms import exportable
 from rmd_plugin.benchmarks.base import OODBenchmark
@@ -54,6 +55,7 @@ def fit(cfg: DictConfig) -> Guard:
     benchmark = make_benchmark(cfg)
     backbone = make_backbone(cfg, benchmark, num_classes=benchmark.num_classes if cfg.head == "own" else None)
     check_backbone_takes(cfg, backbone, benchmark)
+    preprocessing = say_preprocessing(cfg, backbone, benchmark)
     _prepare_as_deployed(backbone, benchmark)
     extractor = make_extractor(cfg, benchmark, backbone, choose_device(str(cfg.device)))
     remark = untrained_remark(cfg, backbone)
@@ -76,7 +78,11 @@ def fit(cfg: DictConfig) -> Guard:
     guard = make_guard(extractor, result, next(iter(detectors)))
     if onnx:
         GuardGraph(guard)  # a detector that cannot be exported is refused before anything is written
-    guard.about |= {"command": current_command("rmd-fit"), "seed": int(cfg.seed)}
+    guard.about |= {
+        "command": current_command("rmd-fit"),
+        "seed": int(cfg.seed),
+        "preprocessing_in_words": preprocessing,
+    }
     guard.save(out, onnx=onnx)
     console = Console(width=console_width())
     for table in comparison_tables(result.rows) + decision_tables(result.rows):
@@ -132,7 +138,6 @@ def make_guard(extractor: Extractor, result: Comparison, name: str) -> Guard:
         about={
             "benchmark": result.rows[0].benchmark,
             "head": result.head,
-            "preprocessing_in_words": "" if backbone.test_transform is None else str(backbone.test_transform),
             "data": {f"{split} samples": len(extractor.features(split).labels) for split in (TRAIN, VAL, TEST)},
             "remarks": list(dict.fromkeys(row.reason for row in result.rows if row.detector == name and row.reason)),
             "metrics": _metrics(extractor, result.rows, result.classifier, name, detector.alpha),
