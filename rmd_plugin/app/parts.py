@@ -14,10 +14,11 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import Callback, Checkpoint, ModelSummary, ProgressBar
 from pytorch_lightning.loggers import Logger
-from torch import Tensor
+from torch import Tensor, nn
 
 from rmd_plugin.app.last_checkpoint import LastCheckpoint
 from rmd_plugin.backbones.base import Backbone, as_backbone
+from rmd_plugin.backbones.small import Identity
 from rmd_plugin.benchmarks.base import OODBenchmark, as_benchmark
 from rmd_plugin.compare.adapters import Factory
 from rmd_plugin.compare.cache import FeatureCache
@@ -65,7 +66,11 @@ def make_backbone(cfg: DictConfig, benchmark: OODBenchmark, *, num_classes: int 
         changes["num_classes"] = num_classes
     if cfg.get("checkpoint") is not None:
         changes["checkpoint"] = cfg.checkpoint
-    return as_backbone(build(node, **changes))
+    backbone = as_backbone(build(node, **changes))
+    head = getattr(benchmark, "head", None)
+    if isinstance(head, nn.Linear) and isinstance(backbone, Identity) and not backbone.head_loaded:
+        backbone.head, backbone.head_loaded = head, True  # the classifier that came with the features
+    return backbone
 
 
 def check_backbone_takes(cfg: DictConfig, backbone: Backbone, benchmark: OODBenchmark) -> None:

@@ -163,7 +163,8 @@ def find_path(path: str | Path, data_dir: str | Path | None, what: str) -> Path:
     for place in places:
         if place.exists():
             return place
-    raise DataNotFoundError(f"no {what}: looked for {'; '.join(map(str, places))}. Pass path={what.upper()}.")
+    option = what.partition(" ")[0].upper()
+    raise DataNotFoundError(f"no {what}: looked for {'; '.join(map(str, places))}. Pass path={option}.")
 
 
 def split_name(value: str) -> str | None:
