@@ -93,6 +93,8 @@ def check_backbone_takes(cfg: DictConfig, backbone: Backbone, benchmark: OODBenc
 
 def _misfit(cfg: DictConfig, sample: object) -> str:
     what, fits = type(sample).__name__, "bert" if isinstance(sample, str) else "another backbone"
+    if hasattr(sample, "convert"):
+        what, fits = "pictures", "efficientnet_lite0, timm or torchvision"
     if isinstance(sample, Tensor):
         what, fits = f"{sample.dtype} of shape {tuple(sample.shape)}", "mlp or small_cnn"
     return (

@@ -111,7 +111,9 @@ def _comparison_table(rows: list[Row], benchmark: str, backbone: str, seed: int)
         heading += ": AUROC in %"
     if has_intervals(rows):
         heading += " with 95 % bootstrap interval"
-    notes = [] if sets or not detectors else ["There is no OOD data, so there is no AUROC: only false alarms are known."]
+    notes = (
+        [] if sets or not detectors else ["There is no OOD data, so there is no AUROC: only false alarms are known."]
+    )
     return table.finish(heading, notes + _notes(rows))
 
 

@@ -210,7 +210,10 @@ HUGE[3, 0] = 1e300
         (changed(head_weight=np.full((2, 3), np.nan), head_bias=np.zeros(2)), "'head_weight', row 0, column 0 is nan"),
         (changed(train_logits=np.zeros((80, 2))), "has no array 'test_logits'"),
         (changed(**{f"{k}_logits": np.zeros((n, 3)) for k, n in LOGITS.items()}), "logits of 3 classes, .* have 2"),
-        (changed(**{f"{k}_logits": np.zeros((n + 1, 2)) for k, n in LOGITS.items()}), r"'train_logits' must .*\(80, K\)"),
+        (
+            changed(**{f"{k}_logits": np.zeros((n + 1, 2)) for k, n in LOGITS.items()}),
+            r"'train_logits' must .*\(80, K\)",
+        ),
         (
             changed(**{f"{k}_logits": np.zeros((n, 2)) for k, n in LOGITS.items()}, head_weight=np.zeros((2, 3))),
             "keep one of them",

@@ -94,7 +94,9 @@ def test_ood_sets_are_optional_and_their_distance_is_what_the_user_says(photos):
 
 def test_a_class_that_is_not_trained_on_is_refused_with_the_remedy(photos):
     draw(photos / "test" / "pink" / "a.png", (255, 100, 200))
-    with pytest.raises(DataFormatError, match=r"1 classes that are not in train: 'pink'\. .* OOD set \(ood\)") as caught:
+    with pytest.raises(
+        DataFormatError, match=r"1 classes that are not in train: 'pink'\. .* OOD set \(ood\)"
+    ) as caught:
         ImageFolder(photos)
     assert caught.value.path == photos / "test"
 
@@ -118,8 +120,14 @@ def test_a_linked_folder_is_followed(photos, tmp_path):
     [
         (lambda root: shutil.rmtree(root / "train"), r"photos: has no folder train; expected is train/CLASS"),
         (lambda root: (root / "train" / "empty").mkdir(), r"train: the folder 'empty' holds no picture; .*\.webp"),
-        (lambda root: draw(root / "train" / "a.png", (0, 0, 0)), r"train: holds pictures that lie in no folder .*a\.png"),
-        (lambda root: draw(root / "ood" / "a.png", (0, 0, 0)), r"ood: holds pictures that lie in no folder of their own"),
+        (
+            lambda root: draw(root / "train" / "a.png", (0, 0, 0)),
+            r"train: holds pictures that lie in no folder .*a\.png",
+        ),
+        (
+            lambda root: draw(root / "ood" / "a.png", (0, 0, 0)),
+            r"ood: holds pictures that lie in no folder of their own",
+        ),
         (lambda root: fill(root / "ood", 1, {"test": (0, 0, 0)}), "an OOD set cannot be named 'test'"),
         (lambda root: shutil.rmtree(root / "train") or (root / "train").mkdir(), "train: holds no folders"),
     ],
@@ -237,7 +245,9 @@ def test_a_table_and_folders_of_the_same_pictures_are_the_same_benchmark(photos)
     assert table.class_names == ["blue", "green", "red"]
     # with the mark that some programs put in front, other columns between, and without labels of OOD rows
     text = "\ufeffnote,path,label,split\n"
-    text += "".join(f'"a, b",{path},{"" if split.startswith("ood") else label},{split}\n' for path, label, split in rows)
+    text += "".join(
+        f'"a, b",{path},{"" if split.startswith("ood") else label},{split}\n' for path, label, split in rows
+    )
     (photos / "more.csv").write_text(text, encoding="utf-8")
     assert ImageFolder(photos / "more.csv").fingerprint() == table.fingerprint()
 
@@ -249,7 +259,9 @@ def test_a_table_without_splits_is_split_by_seed_and_numbers_are_ordered_as_numb
     assert benchmark.class_names == ["9", "10"]
     assert repr(benchmark) == "ImageFolder(train=14, val=2, test=4, ood=10)"
     (red,) = benchmark.test_oods
-    assert pixels(red) == [np.asarray(Image.open(photos / "train" / "red" / f"{n:03}.png")).tobytes() for n in range(10)]
+    assert pixels(red) == [
+        np.asarray(Image.open(photos / "train" / "red" / f"{n:03}.png")).tobytes() for n in range(10)
+    ]
 
 
 @pytest.mark.parametrize(

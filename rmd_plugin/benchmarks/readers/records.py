@@ -14,7 +14,9 @@ ENDINGS = (".csv", ".jsonl")
 _MAX_BYTES = 1 << 28
 
 
-def read_records(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[int, list[object]]]:
+def read_records(
+    path: Path, required: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[tuple[int, list[object]]]:
     """Line and values of every row, in the order of the names; None where an optional column or key is missing.
 
     CSV has a line of column names and texts as values; of JSONL each line is an object. UTF-8, at most 256 MiB
