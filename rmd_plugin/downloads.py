@@ -4,9 +4,12 @@ import http.client
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 SILENCE_SECONDS = 20.0
+# the hub's client repeats a failing request for 20 s and more; one short question tells whether it is worth starting
+PROBE_SECONDS = 4.0
 
 
 class DownloadError(OSError):
@@ -52,3 +55,15 @@ def downloading(url: str, into: Path) -> Iterator[None]:
         ) from error
     finally:
         socket.setdefaulttimeout(usual)
+
+
+def hub_unavailable(timeout: float = PROBE_SECONDS) -> str | None:
+    """Why the Hugging Face hub, whose client is installed, cannot be asked; ``None`` if it answers at all."""
+    constants = import_module("huggingface_hub.constants")
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        import_module("huggingface_hub.utils").get_session().head(constants.ENDPOINT, timeout=timeout)
+    except Exception as error:  # of requests or of httpx, by the hub's version
+        return str(error) or type(error).__name__
+    return None

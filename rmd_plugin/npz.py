@@ -7,7 +7,7 @@ import os
 import warnings
 import zipfile
 from collections.abc import Iterable
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -17,8 +17,14 @@ from rmd_plugin.untrusted import DataFormatError, check_regular, check_zip
 _MAX_BYTES = 1 << 35
 
 
-def check_header(stream: IO[bytes], size: int, path: str | os.PathLike[str], what: str, start: int = 0) -> None:
-    """Refuse an npy stream of ``size`` bytes that announces another array, before numpy takes memory for it."""
+def check_header(
+    stream: IO[bytes], size: int, path: str | os.PathLike[str], what: str, start: int = 0
+) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Refuse an npy stream of ``size`` bytes that announces another array, before numpy takes memory for it.
+
+    Returns:
+        Its shape, whether columns come first (Fortran's order), and its type; the stream stands behind the header.
+    """
     try:
         # numpy warns on headers that Python 2 wrote and on invalid escapes in garbage; neither is a good file
         with warnings.catch_warnings():
@@ -27,7 +33,7 @@ def check_header(stream: IO[bytes], size: int, path: str | os.PathLike[str], wha
             if version not in ((1, 0), (2, 0)):
                 raise ValueError(f"npy format {version[0]}.{version[1]} is not read here; 1.0 and 2.0 are")
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(stream)
+            shape, by_columns, dtype = read(stream)
             found = size - stream.tell()
     except Exception as error:  # the parser of headers raises nearly every kind on garbage
         raise DataFormatError(path, f"{what} has no valid npy header: {brief(error)}", start) from None
@@ -38,6 +44,7 @@ def check_header(stream: IO[bytes], size: int, path: str | os.PathLike[str], wha
     needed = math.prod(shape) * dtype.itemsize
     if needed != found:
         raise DataFormatError(path, f"{what}: {dtype} of shape {shape} needs {needed} bytes, it has {found}", start)
+    return shape, by_columns, dtype
 
 
 def brief(error: BaseException) -> str:

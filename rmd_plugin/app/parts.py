@@ -15,10 +15,11 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import Callback, Checkpoint, ModelSummary, ProgressBar
 from pytorch_lightning.loggers import Logger
-from torch import Tensor
+from torch import Tensor, nn
 
 from rmd_plugin.app.last_checkpoint import LastCheckpoint
 from rmd_plugin.backbones.base import Backbone, as_backbone
+from rmd_plugin.backbones.small import Identity
 from rmd_plugin.backbones.transforms import ImageTransform
 from rmd_plugin.benchmarks.base import OODBenchmark, as_benchmark
 from rmd_plugin.compare.adapters import Factory
@@ -77,7 +78,11 @@ def make_backbone(cfg: DictConfig, benchmark: OODBenchmark, *, num_classes: int 
         changes["num_classes"] = num_classes
     if cfg.get("checkpoint") is not None:
         changes["checkpoint"] = cfg.checkpoint
-    return as_backbone(build(node, **changes))
+    backbone = as_backbone(build(node, **changes))
+    head = getattr(benchmark, "head", None)
+    if isinstance(head, nn.Linear) and isinstance(backbone, Identity) and not backbone.head_loaded:
+        backbone.head, backbone.head_loaded = head, True  # the classifier that came with the features
+    return backbone
 
 
 def _has_transform(node: DictConfig) -> bool:
@@ -114,7 +119,7 @@ def check_backbone_takes(cfg: DictConfig, backbone: Backbone, benchmark: OODBenc
 def _misfit(cfg: DictConfig, sample: object) -> str:
     what, fits = type(sample).__name__, "bert" if isinstance(sample, str) else "another backbone"
     if hasattr(sample, "convert"):
-        what, fits = "pictures", "small_cnn or efficientnet_lite0"
+        what, fits = "pictures", "small_cnn, efficientnet_lite0, timm or torchvision"
     if isinstance(sample, Tensor):
         what, fits = f"{sample.dtype} of shape {tuple(sample.shape)}", "mlp or small_cnn"
     return (

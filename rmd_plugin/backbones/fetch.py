@@ -11,10 +11,8 @@ from urllib.parse import urlsplit
 import torch
 
 from rmd_plugin.downloads import DownloadError, download
+from rmd_plugin.downloads import hub_unavailable as hub_unavailable
 from rmd_plugin.extras import require
-
-# the hub's client repeats a failing request for 20 s and more; one short question tells whether it is worth starting
-PROBE_SECONDS = 4.0
 
 
 class WeightsNotFoundError(FileNotFoundError):
@@ -42,18 +40,6 @@ def hub_places(name: str) -> list[str]:
     """Where weights of the Hugging Face hub were looked for: its cache on this machine, and its address."""
     constants = require("huggingface_hub.constants", "text", needed_by="the Hugging Face hub")
     return [f"cache {constants.HF_HUB_CACHE} (not there)", f"{constants.ENDPOINT}/{name}"]
-
-
-def hub_unavailable(timeout: float = PROBE_SECONDS) -> str | None:
-    """Why the Hugging Face hub cannot be asked, or ``None`` if it answers, whatever it answers."""
-    constants = require("huggingface_hub.constants", "text", needed_by="the Hugging Face hub")
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    try:
-        import_module("huggingface_hub.utils").get_session().head(constants.ENDPOINT, timeout=timeout)
-    except Exception as error:  # of requests or of httpx, by the hub's version
-        return str(error) or type(error).__name__
-    return None
 
 
 def hub_file(repo_id: str, filenames: Sequence[str]) -> Path:

@@ -18,9 +18,11 @@ _EXPORTS = {
     "DataNotFoundError": "errors",
     "Digits": "digits",
     "DownloadError": "errors",
+    "Embeddings": "embeddings",
     "Features": "features",
     "Framework": "framework",
     "Genomics": "genomics",
+    "HFDataset": "hf_dataset",
     "ImageFolder": "image_folder",
     "ImageRows": "sources",
     "OODBenchmark": "base",
@@ -29,6 +31,7 @@ _EXPORTS = {
     "Simulation": "simulation",
     "Split": "splits",
     "TensorRows": "sources",
+    "TextFile": "text_file",
     "Texts": "sources",
     "as_benchmark": "base",
 }
@@ -40,13 +43,16 @@ if TYPE_CHECKING:
     from .cifar import CIFAR10vsCIFAR100, CIFAR100vsCIFAR10
     from .clinc import CLINC150
     from .digits import Digits
+    from .embeddings import Embeddings
     from .errors import ChecksumError, DataFormatError, DataNotFoundError, DownloadError
     from .features import Features
     from .framework import Framework
     from .genomics import Genomics
+    from .hf_dataset import HFDataset
     from .image_folder import ImageFolder
     from .simulation import Simulation
     from .sources import ImageRows, TensorRows, Texts
     from .splits import OODSet, Parts, Split
+    from .text_file import TextFile
 
 __getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

@@ -3,18 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.utils import skip_init
 
 from rmd_plugin.npz import read_npz
 
 from .base import OODBenchmark
-from .errors import DataFormatError, DataNotFoundError
+from .errors import DataFormatError
+from .own import find_path
 from .readers.arrays import read_npy, read_pt
-from .readers.downloads import resolve_data_dir
-from .sources import TensorRows
+from .sources import Source, TensorRows
 from .splits import OODSet, Parts, Split, stream
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -34,6 +36,10 @@ class Features(OODBenchmark):
     2. One set: ``features`` (N, D) and ``labels`` (N,), a label < 0 meaning OOD. The ID rows are split into train,
        validation and test by seed, stratified by class. ``near_NAME`` and ``far_NAME`` may be added as above.
 
+    OOD data are optional. So is the classifier, by which detectors on logits are judged instead of by a probe: either
+    its weights, ``head_weight`` (K, D) and ``head_bias`` (K,), or what it gave, for every array of features the logits
+    (N, K) under ``train_logits``, ``val_logits``, ``test_logits`` and ``near_NAME_logits``, or ``logits`` in layout 2.
+
     Features are real numbers without NaN or infinity; ID labels are the integers ``0..K-1``, each with training
     samples. A file is never unpickled.
 
@@ -52,6 +58,7 @@ class Features(OODBenchmark):
 
     Attributes:
         feature_dim: number D of features.
+        head: the classifier of the file, or None.
     """
 
     name = "features"
@@ -64,10 +71,23 @@ class Features(OODBenchmark):
     class_names: Sequence[str] | None = None  # type: ignore[assignment]
     dtype: Literal["float32", "float64"] = "float32"
     feature_dim: int = field(init=False, default=0)
+    head: nn.Linear | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self._given: dict[Source[Any], np.ndarray] = {}
         super().__post_init__()
         self.class_names = self.class_names or [str(label) for label in range(self.num_classes)]
+        wrong = [logits.shape[1] for logits in self._given.values() if logits.shape[1] != self.num_classes]
+        if wrong:
+            raise self._error(f"there are logits of {wrong[0]} classes, the labels have {self.num_classes}")
+        self.head = self._head()
+
+    def logits(self, split: str) -> torch.Tensor | None:
+        """Logits of a split of shape (N, K), if the file has them; the splits are those of :meth:`fingerprint`."""
+        splits = self._splits()
+        part = splits[split if split in splits else f"ood:{split}"]
+        given = self._given.get(part.source)
+        return None if given is None else torch.from_numpy(given[part.indices].astype(np.float32))
 
     def load(self) -> Parts:
         """Read the file and check every array."""
@@ -77,8 +97,11 @@ class Features(OODBenchmark):
             raise ValueError(f"ood_distance must be 'near' or 'far', got {self.ood_distance!r}")
         if not self.test_fraction > 0:
             raise ValueError(f"test_fraction must be above 0, got {self.test_fraction}")
-        self.path = self._find(self.path)
-        self._arrays = _load(self.path, None if self.labels_path is None else self._find(self.labels_path))
+        self.path = find_path(self.path, self.data_dir, "file of features (.npz, .pt or .npy)")
+        labels_path = self.labels_path
+        if labels_path is not None:
+            labels_path = find_path(labels_path, self.data_dir, "file of labels (.npy)")
+        self._arrays = _load(self.path, labels_path)
 
         val: Split | None = None
         if "features" in self._arrays:
@@ -100,17 +123,6 @@ class Features(OODBenchmark):
             if len(self.class_names) != count:
                 raise ValueError(f"{len(self.class_names)} class_names for the {count} classes of {self.path}")
         return Parts(self.class_names, train, test, oods, val=val, val_fraction=self.val_fraction)
-
-    def _find(self, path: str | Path) -> Path:
-        path = Path(path).expanduser()
-        places = [path]
-        if not path.is_absolute() and not path.is_file():
-            places.append(resolve_data_dir(self.data_dir, f"no file of features: looked for {path}; else it") / path)
-        for place in places:
-            if place.is_file():
-                return place
-        looked = "; ".join(map(str, places))
-        raise DataNotFoundError(f"no file of features: looked for {looked}. Pass path=FILE (.npz, .pt or .npy).")
 
     def _error(self, reason: str) -> DataFormatError:
         return DataFormatError(self.path, reason)
@@ -142,6 +154,22 @@ class Features(OODBenchmark):
         if self.feature_dim not in (0, rows.shape[1]):
             raise self._error(f"{key!r} has {rows.shape[1]} columns, the other arrays have {self.feature_dim}")
         self.feature_dim = rows.shape[1]
+        self._check_finite(key, rows)
+        source = TensorRows(rows, _DTYPES[self.dtype])
+        if self._logits:
+            # train_features has train_logits, features has logits, near_a has near_a_logits
+            name = f"{key.removesuffix('features')}_logits".replace("__", "_").removeprefix("_")
+            logits = self._array(name)
+            if logits.ndim != 2 or logits.dtype.kind not in "fiu" or len(logits) != len(rows):
+                raise self._error(
+                    f"{name!r} must be real numbers of shape ({len(rows)}, K), got {logits.dtype} of shape "
+                    f"{logits.shape}"
+                )
+            self._check_finite(name, logits)
+            self._given[source] = logits
+        return source
+
+    def _check_finite(self, key: str, rows: np.ndarray) -> None:
         for start in range(0, len(rows), _CHECK_ROWS):
             # in the target type: a float64 beyond float32's range would become infinite later
             with np.errstate(over="ignore"):
@@ -152,21 +180,42 @@ class Features(OODBenchmark):
                 raise self._error(
                     f"{key!r}, row {row}, column {column} is {rows[row, column]}; finite numbers are expected"
                 )
-        return TensorRows(rows, _DTYPES[self.dtype])
+
+    @property
+    def _logits(self) -> list[str]:
+        return [key for key in self._arrays if key == "logits" or key.endswith("_logits")]
+
+    def _head(self) -> nn.Linear | None:
+        if not {"head_weight", "head_bias"} & set(self._arrays):
+            return None
+        if self._logits:
+            raise self._error(f"has both {self._logits[0]!r} and the head that logits are made by; keep one of them")
+        weight, bias = self._array("head_weight"), self._array("head_bias")
+        expected = (self.num_classes, self.feature_dim)
+        if weight.shape != expected or bias.shape != expected[:1] or {weight.dtype.kind, bias.dtype.kind} - set("fiu"):
+            raise self._error(
+                f"'head_weight' and 'head_bias' must be real numbers of shapes {expected} and ({self.num_classes},), "
+                f"got {weight.dtype} of shape {weight.shape} and {bias.dtype} of shape {bias.shape}"
+            )
+        self._check_finite("head_weight", weight)
+        self._check_finite("head_bias", bias[:, None])
+        head = skip_init(nn.Linear, *reversed(expected), dtype=_DTYPES[self.dtype])  # draws no random numbers
+        with torch.no_grad():
+            head.weight.copy_(torch.from_numpy(np.array(weight)))
+            head.bias.copy_(torch.from_numpy(np.array(bias)))
+        return head
 
     def _ood_sets(self, negative: Split) -> list[OODSet]:
         oods = [OODSet("ood", self.ood_distance, negative)] if len(negative) else []
         for distance in ("near", "far"):
             for key in sorted(self._arrays):
                 name = key.removeprefix(f"{distance}_")
-                if name in (key, ""):
+                if name in (key, "") or key in self._logits:
                     continue
                 rows = self._rows(key)
                 if len(rows) == 0:
                     raise self._error(f"the OOD set {key!r} is empty")
                 oods.append(OODSet(name, distance, Split(rows, np.zeros(len(rows)))))
-        if not oods:
-            raise self._error("has no OOD samples: neither labels < 0 nor arrays named near_NAME or far_NAME")
         return oods
 
 

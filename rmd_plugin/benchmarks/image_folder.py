@@ -1,25 +1,18 @@
 """The user's own pictures: folders of classes, or a CSV of paths and labels."""
 
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
-from rmd_plugin.pictures import EXTENSIONS, bad_pictures, is_picture, read_content
+from rmd_plugin.pictures import EXTENSIONS, is_picture
 
 from .errors import DataFormatError
-from .own import OOD, TEST, TRAIN, VAL, OwnData, Rows, find_path, rows_by_split
+from .own import OOD, TEST, TRAIN, VAL, OnBad, OwnData, Rows, find_path, rows_by_split, without_bad
 from .readers.records import read_records
 from .sources import ImageFiles
-
-log = logging.getLogger(__name__)
-
-#: bad pictures that are named, of however many there are
-_NAMED = 5
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -47,15 +40,13 @@ class ImageFolder(OwnData):
 
     name = "image_folder"
 
-    on_bad: Literal["refuse", "skip"] = "refuse"
+    on_bad: OnBad = "refuse"
 
     def read(self) -> Mapping[str, Rows]:
         """Find the pictures and check that each can be read."""
-        if self.on_bad not in ("refuse", "skip"):
-            raise ValueError(f"on_bad must be refuse or skip, got {self.on_bad!r}")
         self.path = find_path(self.path, self.data_dir, "folder")
         found = self._from_folders(self.path) if self.path.is_dir() else self._from_table(self.path)
-        return self._checked(found)
+        return without_bad(found, self.on_bad, self.path)
 
     def are_numbers(self, labels: Iterable[object]) -> bool:
         """Names of folders stay texts: torchvision puts 10 before 2, and so do checkpoints trained with it."""
@@ -69,8 +60,8 @@ class ImageFolder(OwnData):
             if (folder / key).is_dir():
                 classes = _folders(folder / key)
                 paths = [path for members in classes.values() for path in members]
-                labels = [name for name, members in classes.items() for _ in members]
-                found[key] = Rows(ImageFiles(paths), np.array(labels, dtype=object), folder / key)
+                labels = np.array([name for name, members in classes.items() for _ in members], dtype=object)
+                found[key] = Rows(ImageFiles(paths), labels, folder / key)
         if (folder / "ood").is_dir():
             for name, members in _folders(folder / "ood").items():
                 found[OOD + name] = Rows(
@@ -93,31 +84,6 @@ class ImageFolder(OwnData):
             key: Rows(source, classes[places], table, places)
             for key, places in rows_by_split(splits, table, lines).items()
         }
-
-    def _checked(self, found: dict[str, Rows]) -> dict[str, Rows]:
-        """Without the pictures that cannot be read, if these may be skipped."""
-        sources = {id(rows.source): rows.source for rows in found.values()}
-        paths = [path for source in sources.values() for path in source.items]
-        bad = bad_pictures(len(paths), lambda index: (read_content(paths[index]), paths[index]))
-        if not bad:
-            return found
-        listed = "; ".join(list(bad.values())[:_NAMED]) + ("; ..." if len(bad) > _NAMED else "")
-        if self.on_bad == "refuse":
-            raise DataFormatError(
-                self.path, f"{len(bad)} of {len(paths)} pictures cannot be read: {listed}. on_bad=skip leaves them out"
-            )
-        log.warning("%d of %d pictures cannot be read and are left out: %s", len(bad), len(paths), listed)
-        lost = {paths[index] for index in bad}
-        kept = {}
-        for key, rows in found.items():
-            indices = np.arange(len(rows.source)) if rows.indices is None else rows.indices
-            good = np.array([rows.source.items[index] not in lost for index in indices], dtype=bool)
-            gone = set(rows.labels) - set(rows.labels[good])
-            if gone:
-                what = key if key.startswith(OOD) else f"the class {min(gone)!r}"
-                raise DataFormatError(rows.where, f"no picture of {what} can be read: {listed}")
-            kept[key] = Rows(rows.source, rows.labels[good], rows.where, indices[good])
-        return kept
 
 
 def _folders(folder: Path) -> dict[str, list[str]]:

@@ -1,13 +1,16 @@
 """What the benchmarks of one's own data share: where files lie, which rows belong to which split, labels to classes."""
 
+import logging
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
+
+from rmd_plugin.pictures import bad_pictures
 
 from .base import OODBenchmark
 from .errors import DataFormatError, DataNotFoundError
@@ -15,9 +18,14 @@ from .readers.downloads import resolve_data_dir
 from .sources import Source
 from .splits import Distance, OODSet, Parts, Split, stream
 
+log = logging.getLogger(__name__)
+
+OnBad = Literal["refuse", "skip"]
 TRAIN, VAL, TEST, OOD = "train", "val", "test", "ood:"
 #: names of an OOD set that mean something else in results
 _TAKEN = (TRAIN, VAL, TEST, "mean", "unknown")
+#: bad pictures that are named, of however many there are
+_NAMED = 5
 # without leading zeros: 7 and 007 are two classes
 _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
@@ -118,7 +126,8 @@ class OwnData(OODBenchmark):
         return Split(rows.source, numbers[inverse], rows.indices)
 
     def _ood_sets(self, found: Iterable[tuple[str, Source[Any], np.ndarray | None]]) -> list[OODSet]:
-        tags: dict[str, Distance] = {str(name): "far" for name in self.far} | {str(name): "near" for name in self.near}
+        tags: dict[str, Distance] = {str(name): "far" for name in self.far}
+        tags.update({str(name): "near" for name in self.near})
         sets = []
         for name, source, indices in found:
             count = len(source) if indices is None else len(indices)
@@ -163,7 +172,38 @@ def find_path(path: str | Path, data_dir: str | Path | None, what: str) -> Path:
     for place in places:
         if place.exists():
             return place
-    raise DataNotFoundError(f"no {what}: looked for {'; '.join(map(str, places))}. Pass path={what.upper()}.")
+    option = what.partition(" ")[0].upper()
+    raise DataNotFoundError(f"no {what}: looked for {'; '.join(map(str, places))}. Pass path={option}.")
+
+
+def without_bad(found: Mapping[str, Rows], on_bad: str, where: str | Path) -> dict[str, Rows]:
+    """The rows without pictures that cannot be read, if these may be skipped; the sources have ``content(index)``.
+
+    Raises:
+        DataFormatError: with the first of them, and how many there are.
+    """
+    if on_bad not in get_args(OnBad):
+        raise ValueError(f"on_bad must be refuse or skip, got {on_bad!r}")
+    sources: dict[int, Any] = {id(rows.source): rows.source for rows in found.values()}
+    bad = {key: bad_pictures(len(source), source.content) for key, source in sources.items()}
+    reasons = [reason for reasons in bad.values() for reason in reasons.values()]
+    if not reasons:
+        return dict(found)
+    listed = "; ".join(reasons[:_NAMED]) + ("; ..." if len(reasons) > _NAMED else "")
+    what = f"{len(reasons)} of {sum(map(len, sources.values()))} pictures cannot be read"
+    if on_bad == "refuse":
+        raise DataFormatError(where, f"{what}: {listed}. on_bad=skip leaves them out")
+    log.warning("%s and are left out: %s", what, listed)
+    kept = {}
+    for key, rows in found.items():
+        indices = np.arange(len(rows.source)) if rows.indices is None else rows.indices
+        good = ~np.isin(indices, list(bad[id(rows.source)]))
+        gone = set(rows.labels) - set(rows.labels[good])
+        if gone:
+            name = key if key.startswith(OOD) else f"the class {min(gone)!r}"
+            raise DataFormatError(rows.where, f"no picture of {name} can be read: {listed}")
+        kept[key] = Rows(rows.source, rows.labels[good], rows.where, indices[good])
+    return kept
 
 
 def split_name(value: str) -> str | None:
@@ -213,7 +253,8 @@ def split_files(folder: Path, endings: Sequence[str], *, folders: bool = False) 
         if key in found:
             raise DataFormatError(folder, f"has two files for {key}: {found[key].name} and {item.name}. Keep one")
         found[key] = item
-    return found
+    order = [key for key in (TRAIN, VAL, TEST) if key in found]
+    return {key: found[key] for key in (*order, *sorted(found.keys() - set(order)))}
 
 
 def _listed(folder: Path) -> list[Path]:

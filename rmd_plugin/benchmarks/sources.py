@@ -19,6 +19,7 @@ from torchvision.transforms import functional as vision
 
 from rmd_plugin.compare.fingerprint import fingerprint
 from rmd_plugin.pictures import read_content, read_picture
+from rmd_plugin.tables import Layout
 
 _HASH_ROWS = 4096
 Items = TypeVar("Items")
@@ -95,6 +96,43 @@ class TensorRows(_Rows):
         yield from super()._chunks(indices)
 
 
+class MappedRows(Source[Layout]):
+    """Float tensors of shape (D,), from numbers in files that are mapped into memory when the first one is used.
+
+    Pickled by the paths: a mapped array of numpy's would be sent to a worker process as a whole.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self._ends = np.cumsum([piece.rows for piece in layout.pieces], dtype=np.int64)
+        self._files: dict[str, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": {}}
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(self._row(int(index)).astype(np.float32))  # a copy
+
+    def _row(self, index: int) -> np.ndarray:
+        place = int(np.searchsorted(self._ends, index, side="right"))
+        piece = self.items.pieces[place]
+        if piece.path not in self._files:
+            self._files[piece.path] = np.memmap(piece.path, np.uint8, "r")
+        dtype = np.dtype(self.items.dtype)
+        row = index - int(self._ends[place]) + piece.rows
+        offset = piece.offset + row * self.items.width * dtype.itemsize
+        return np.ndarray((self.items.width,), dtype, self._files[piece.path], offset)
+
+    def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        # as TensorRows of the same numbers, whatever the files are
+        yield f"torch.float32 tensor <f4 {(self.items.width,)} {len(indices)}\n".encode()
+        for index in indices:
+            yield self._row(int(index)).astype("<f4").tobytes()
+
+
 class Texts(Source[Sequence[str]]):
     """Strings."""
 
@@ -127,10 +165,14 @@ class ImageFiles(Source[Sequence[str | Path]]):
         cropped: Image.Image = vision.center_crop(vision.resize(image, self.size), self.size)
         return cropped
 
+    def content(self, index: int) -> tuple[bytes, str | Path]:
+        """The bytes of a file, and its name."""
+        return read_content(self.items[index]), self.items[index]
+
     def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
         yield f"files {self.size} {len(indices)}\n".encode()
         for index in indices:
-            content = read_content(self.items[index])
+            content, _ = self.content(index)
             yield f"{len(content)}\n".encode() + content
 
 

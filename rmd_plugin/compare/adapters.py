@@ -101,6 +101,7 @@ class NetworkParts:
     num_classes: int | None = None  #: K
     encoder: nn.Module | None = None  #: maps inputs to features
     head: nn.Linear | None = None  #: the classifier on the features
+    has_logits: bool = False  #: whether there are logits though no such classifier is at hand
     model: nn.Module | None = None  #: maps inputs to logits; by default the encoder and the head
     differentiable: bool = True  #: whether the inputs are real numbers, so that gradients reach them
     norm_std: list[float] | None = None  #: standard deviations that the inputs were normalised by, per channel
@@ -291,7 +292,7 @@ def _arguments(
     if issubclass(kind, framework.GradNorm):
         # as in its paper: the weight of the last layer, which is the model it gets
         found.setdefault("param_filter", lambda name: name.endswith("weight"))
-    if fed is _LOGITS:
+    if fed is _LOGITS and not parts.has_logits:
         _head(parts)
     return found
 

@@ -158,6 +158,7 @@ class _Run:
             for name in (self.ood_names if resamples else ())
         }
         self.head: nn.Linear | None = None
+        self.given_logits = False  #: whether the data bring their logits, and no head
         self._encoded: dict[str, Encoded] = {}
 
     def row(self, detector: str, metric: str, value: float = math.nan, *, ood: str = "", **more: Any) -> Row:
@@ -171,15 +172,18 @@ class _Run:
         own = getattr(self.extractor.backbone, "head", None)
         fits = isinstance(own, nn.Linear) and own.out_features == self.num_classes
         loaded = bool(getattr(self.extractor.backbone, "head_loaded", fits))
-        if choice == "own" and not fits:
+        given = self.extractor.logits(TEST) is not None
+        if choice == "own" and not fits and not given:
             found = f"a head for {own.out_features} classes" if isinstance(own, nn.Linear) else "no head"
             raise ValueError(
                 f"head=own, but {self.backbone} has {found} and {self.benchmark} has {self.num_classes} classes. "
                 "Use head=linear_probe, or set backbone.num_classes and backbone.checkpoint."
             )
-        if choice == "own" or (choice == "auto" and fits and loaded):
+        if (choice == "own" and fits) or (choice == "auto" and fits and loaded):
             self.head = cast(nn.Linear, own)
             origin = "the backbone's own head" + ("" if loaded else ", untrained")
+        elif choice in ("own", "auto") and given:
+            self.given_logits, origin = True, "logits of the data"
         elif choice in ("auto", "linear_probe"):
             self.head = fit_linear_probe(self.train.features, self.train.labels, self.num_classes)
             origin = "linear probe on the training features"
@@ -189,13 +193,14 @@ class _Run:
             raise ValueError(f"head must be auto, own, linear_probe or null, got {choice!r}.")
         origin = "; ".join(filter(None, [origin, remark]))
         self.result.head, self.result.classifier = origin, self.head
-        if self.head is None:
+        test = self.encoded(TEST)
+        if test.logits is None:
             self.result.rows.append(self.row("", ACCURACY).failed(origin, "skipped"))
             return
         value = self._accuracy(TEST)
         if self.head is own and loaded:
             noted = getattr(getattr(self.extractor.backbone, "noted", None), "accuracy", None)
-            if doubt := doubt_accuracy(value, len(self.encoded(TEST)), self.num_classes, noted):
+            if doubt := doubt_accuracy(value, len(test), self.num_classes, noted):
                 log.warning("Accuracy: %s.", doubt)
                 origin = f"{origin}; {doubt}"
         self.result.rows.append(self.row("", ACCURACY, value, reason=origin))
@@ -213,7 +218,9 @@ class _Run:
         """A split with its logits, if there is a head: it is linear, so they need no pass through the network."""
         if split not in self._encoded:
             found = self._features(split)
-            logits = None if self.head is None else _logits(self.head, found.features)
+            logits = self.extractor.logits(split if found is not self.train else TRAIN) if self.given_logits else None
+            if self.head is not None:
+                logits = _logits(self.head, found.features)
             self._encoded[split] = Encoded(found.features, logits, found.labels)
         return self._encoded[split]
 
@@ -260,6 +267,7 @@ class _Run:
             num_classes=self.num_classes,
             encoder=extractor.encoder,
             head=self.head,
+            has_logits=self.given_logits,
             differentiable=isinstance(sample, Tensor) and sample.is_floating_point(),
             norm_std=[float(value) for value in std] if std is not None else None,
             text_embeddings=embed(names) if callable(embed) and names else None,
@@ -279,8 +287,9 @@ class _Run:
                 done = time.perf_counter()
                 calibrated = Calibrated(adapter.detector, self.alpha)
                 decisions = self._decide(name, adapter, calibrated, scores)
-            rows = self._rate(name, scores, "; ".join(text.rstrip(".") for text in remarks)) + decisions
-            rows.append(self.row(name, FIT_SECONDS, fitted - started))
+            remark = "; ".join(text.rstrip(".") for text in remarks)
+            rows = self._rate(name, scores, remark) + decisions
+            rows.append(self.row(name, FIT_SECONDS, fitted - started, reason="" if self.ood_names else remark))
             rows.append(self.row(name, SCORE_SECONDS, done - fitted))
         except Exception as error:  # whatever a detector does wrong, the others stand
             self._failed(name, error)

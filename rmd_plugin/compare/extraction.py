@@ -146,6 +146,11 @@ class Extractor:
                 self._found[split] = self._fetch(split)
         return self._found[split]
 
+    def logits(self, split: str) -> Tensor | None:
+        """Logits of a split of shape (N, K) where the data bring them, as a file of features may; else None."""
+        given = getattr(self.benchmark, "logits", None)
+        return given(split) if callable(given) else None
+
     def _raw(self, split: str) -> Dataset[Any]:
         if split == TRAIN:
             return self.benchmark.fit_set()

@@ -133,8 +133,8 @@ class Evaluation:
             results.values[name] = values
         if not sets:
             results.problems.append(
-                "there are no OOD samples to score. Pass ood={name: loader} or ood_dataloaders={index: name}, "
-                "or validate on samples with labels below zero."
+                "there are no OOD samples to score, so there is no AUROC. Pass ood={name: loader} or "
+                "ood_dataloaders={index: name}, or validate on samples with labels below zero."
             )
         return results
 

@@ -34,13 +34,15 @@ def choose_detectors(rows: Sequence[Row], count: int = 6) -> list[str]:
     return [name for name in ranked if name in chosen[:count]]
 
 
-def auroc_figure(rows: Sequence[Row], title: str = "") -> Figure:
+def auroc_figure(rows: Sequence[Row], title: str = "") -> Figure | None:
     """AUROC of every detector of one comparison with its interval: one line per detector, the best on top.
 
-    Near-OOD sets stand as discs, far-OOD sets as squares; a set has the same colour in every figure.
+    Near-OOD sets stand as discs, far-OOD sets as squares; a set has the same colour in every figure. None without any.
     """
     detectors = ranking(rows)
     distances = ood_sets(rows)
+    if not distances:
+        return None
     colours = set_colours(distances)
     offsets = np.linspace(0.25, -0.25, len(distances)) if len(distances) > 1 else [0.0]
     with style.house_style():
@@ -71,15 +73,17 @@ def auroc_figure(rows: Sequence[Row], title: str = "") -> Figure:
 
 def roc_figure(
     scores: Scores, rows: Sequence[Row], *, detectors: Sequence[str] | None = None, title: str = "", panels: int = 4
-) -> Figure:
+) -> Figure | None:
     """ROC curves, one panel per OOD set, near ones first: some detectors in colour and named in place, the others grey.
 
-    By default :func:`choose_detectors` says which are named.
+    By default :func:`choose_detectors` says which are named. None without any OOD set.
     """
     chosen = choose_detectors(rows) if detectors is None else detectors
     named = [name for name in chosen if name in scores][: len(style.CYCLE)]
     distances = ood_sets(rows)
     sets = _near_first(distances)[:panels]
+    if not sets:
+        return None
     with style.house_style():
         figure, grid = style.new_panels(len(sets), (6.4, 5.9), columns=2, title=title)
         for axes, name in zip(grid, sets, strict=True):

@@ -67,7 +67,13 @@ def near_far_means(rows: Iterable[Row], metric: str = AUROC) -> dict[str, dict[s
 
 
 def ranking(rows: Iterable[Row]) -> list[str]:
-    """Detectors that have numbers, the best first: by near mean, then by the mean over all OOD sets."""
+    """Detectors that have numbers, the best first: by near mean, then by the mean over all OOD sets.
+
+    Without any OOD set they stand as they come.
+    """
+    rows = list(rows)
+    if not ood_sets(rows):
+        return unique([row for row in rows if row.ok], "detector")
     means = near_far_means(rows)
     usable = [name for name, values in means.items() if not math.isnan(values["all"])]
 
@@ -93,18 +99,25 @@ def _comparison_table(rows: list[Row], benchmark: str, backbone: str, seed: int)
         if len(sets) > 1 and distance in sets.values():
             values = [means[detector][distance] for detector in detectors]
             table.add(Column(f"{distance} mean"), number_cells(values, percent, best="highest"))
-    fpr = near_far_means(rows, FPR95)
-    which = "near" if "near" in sets.values() else "all"
-    values = [fpr.get(detector, {}).get(which, math.nan) for detector in detectors]
-    table.add(Column("FPR95" if len(sets) == 1 else f"FPR95, {which}"), number_cells(values, percent, best="lowest"))
+    if sets:
+        fpr = near_far_means(rows, FPR95)
+        which = "near" if "near" in sets.values() else "all"
+        values = [fpr.get(detector, {}).get(which, math.nan) for detector in detectors]
+        title = "FPR95" if len(sets) == 1 else f"FPR95, {which}"
+        table.add(Column(title), number_cells(values, percent, best="lowest"))
     for title, metric in (("fit", FIT_SECONDS), ("score", SCORE_SECONDS)):
         times = {row.detector: row.value for row in select(rows, metric=metric, status="ok")}
         values = [times.get(detector, math.nan) for detector in detectors]
         table.add(Column(title, detail="(s)"), number_cells(values, seconds))
-    heading = f"{benchmark}, {backbone}, seed {seed}: AUROC in %"
+    heading = f"{benchmark}, {backbone}, seed {seed}"
+    if sets or not detectors:
+        heading += ": AUROC in %"
     if has_intervals(rows):
         heading += " with 95 % bootstrap interval"
-    return table.finish(heading, _notes(rows))
+    notes = (
+        [] if sets or not detectors else ["There is no OOD data, so there is no AUROC: only false alarms are known."]
+    )
+    return table.finish(heading, notes + _notes(rows))
 
 
 def _decision_table(rows: list[Row], alpha: float) -> Table:

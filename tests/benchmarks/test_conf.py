@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from rmd_plugin.benchmarks import DataNotFoundError, Framework, OODBenchmark
 
+OWN = ("features", "embeddings", "hf_dataset", "image_folder", "text_file")
 NAMES = config_kit.choices("benchmark")
 #: our name -> class of pytorch_ood.benchmark
 FRAMEWORK = {
@@ -37,7 +38,7 @@ def composed(name, *overrides):
 
 def test_there_is_a_config_for_every_benchmark_of_the_plan():
     expected = "cifar100_vs_cifar10 cifar10_vs_cifar100 clinc150 digits features genomics simulation framework"
-    assert sorted([*expected.split(), *FRAMEWORK]) == NAMES
+    assert sorted([*expected.split(), *OWN[1:], *FRAMEWORK]) == NAMES
 
 
 @pytest.mark.slow
@@ -94,9 +95,7 @@ def test_a_transform_can_be_given_to_the_config_when_it_is_built():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if name not in ("digits", "simulation", "features", "framework")]
-)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("digits", "simulation", "framework", *OWN)])
 def test_absent_data_is_one_error_that_names_the_remedy(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     with pytest.raises(InstantiationException) as caught:
@@ -105,6 +104,24 @@ def test_absent_data_is_one_error_that_names_the_remedy(name, tmp_path, monkeypa
     assert isinstance(cause, DataNotFoundError)
     assert str(tmp_path) in str(cause)
     assert "download=True (benchmark.download=true on the command line)" in str(cause)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_data_that_are_not_there_are_one_error_with_the_places_looked_in(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("rmd_plugin.benchmarks.hf_dataset.hub_unavailable", lambda: "offline")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InstantiationException) as caught:
+        instantiate(composed(name, "benchmark.path=nothing", f"paths.data_dir={tmp_path}"))
+    assert isinstance(caught.value.__cause__, DataNotFoundError)
+    assert str(tmp_path / "nothing") in str(caught.value.__cause__)
+    assert "\n" not in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_every_option_of_own_data_is_explained_in_its_file(name):
+    lines = (config_kit.CONF / "benchmark" / f"{name}.yaml").read_text().partition("_target_")[2].splitlines()[1:]
+    plain = [line for line in lines if "#" not in line]
+    assert [line.partition(":")[0] for line in plain] == ["limit_train", "limit_test", "seed"]
 
 
 def test_features_are_built_from_a_path(tmp_path):

@@ -128,11 +128,46 @@ def test_a_relative_path_is_looked_for_here_and_then_in_the_data_folder(tmp_path
     assert Features("a.npz", data_dir=tmp_path).path == tmp_path / "a.npz"
     monkeypatch.setenv("RMD_DATA_DIR", str(tmp_path))
     assert Features("a.npz").path == tmp_path / "a.npz"
-    with pytest.raises(DataNotFoundError, match=r"looked for b\.npz; .*Pass path=FILE"):
+    with pytest.raises(DataNotFoundError, match=r"no file of features .*looked for b\.npz; .*Pass path=FILE"):
         Features("b.npz")
     monkeypatch.delenv("RMD_DATA_DIR")
     with pytest.raises(DataNotFoundError, match="RMD_DATA_DIR is not set"):
         Features("b.npz")
+
+
+def test_ood_samples_are_optional(tmp_path):
+    content = {key: value for key, value in splits().items() if not key.startswith(("near", "far"))}
+    np.savez(tmp_path / "a.npz", **content)
+    assert repr(Features(tmp_path / "a.npz")) == "Features(train=72, val=8, test=30)"
+    np.savez(tmp_path / "b.npz", features=content["train_features"], labels=content["train_labels"])
+    assert repr(Features(tmp_path / "b.npz")) == "Features(train=56, val=8, test=16)"
+
+
+def test_the_logits_of_a_file_follow_their_rows_through_splits_and_limits(tmp_path):
+    features, labels = one_set()
+    weight = np.random.default_rng(1).normal(size=(2, 3))
+    np.savez(
+        tmp_path / "a.npz", features=features, labels=labels, logits=features @ weight.T,
+        near_x=features[:5], near_x_logits=features[:5] @ weight.T,
+    )  # fmt: skip
+    benchmark = Features(tmp_path / "a.npz", limit_train=20, limit_test=6)
+    assert benchmark.ood_names == ["ood", "x"]
+    parts = {"train": benchmark.fit_set(), "val": benchmark.val_set(), "test": benchmark.test_in}
+    parts |= dict(zip(benchmark.ood_names, benchmark.test_oods, strict=True))
+    for name, split in parts.items():
+        np.testing.assert_allclose(benchmark.logits(name).numpy(), rows(split) @ weight.T, rtol=1e-4, atol=1e-5)
+    np.savez(tmp_path / "b.npz", features=features, labels=labels)
+    assert Features(tmp_path / "b.npz").logits("test") is None
+
+
+def test_the_head_of_a_file_is_a_layer(tmp_path):
+    weight, bias = np.arange(6.0).reshape(2, 3), np.array([0.5, -1.0])
+    np.savez(tmp_path / "a.npz", **splits(), head_weight=weight, head_bias=bias)
+    state = torch.get_rng_state()
+    head = Features(tmp_path / "a.npz").head
+    assert torch.equal(state, torch.get_rng_state())
+    x = torch.tensor([[1.0, 2.0, 3.0]])
+    np.testing.assert_allclose(head(x).detach().numpy(), x.numpy() @ weight.T + bias)
 
 
 def changed(**change):
@@ -140,6 +175,7 @@ def changed(**change):
     return {key: value for key, value in content.items() if value is not None}
 
 
+LOGITS = {"train": 80, "test": 30, "near_middle": 20, "far_away": 25}
 NAN = splits()["train_features"]
 NAN[7, 2] = np.nan
 HUGE = splits(np.float64)["train_features"]
@@ -169,8 +205,19 @@ HUGE[3, 0] = 1e300
         (changed(far_away=np.zeros((5, 4))), "has 4 columns, the other arrays have 3"),
         (changed(far_away=np.zeros((0, 3))), "'far_away' is empty"),
         (changed(far_middle=np.zeros((5, 3))), "same name"),
-        (changed(near_middle=None, far_away=None), "has no OOD samples"),
-        ({"features": splits()["train_features"], "labels": np.repeat([0, 1], 40)}, "has no OOD samples"),
+        (changed(head_weight=np.zeros((2, 3))), "has no array 'head_bias'"),
+        (changed(head_weight=np.zeros((3, 2)), head_bias=np.zeros(2)), r"of shapes \(2, 3\) and \(2,\), got"),
+        (changed(head_weight=np.full((2, 3), np.nan), head_bias=np.zeros(2)), "'head_weight', row 0, column 0 is nan"),
+        (changed(train_logits=np.zeros((80, 2))), "has no array 'test_logits'"),
+        (changed(**{f"{k}_logits": np.zeros((n, 3)) for k, n in LOGITS.items()}), "logits of 3 classes, .* have 2"),
+        (
+            changed(**{f"{k}_logits": np.zeros((n + 1, 2)) for k, n in LOGITS.items()}),
+            r"'train_logits' must .*\(80, K\)",
+        ),
+        (
+            changed(**{f"{k}_logits": np.zeros((n, 2)) for k, n in LOGITS.items()}, head_weight=np.zeros((2, 3))),
+            "keep one of them",
+        ),
         ({"features": np.zeros((4, 2)), "labels": np.full(4, -1)}, "no in-distribution samples"),
     ],
 )

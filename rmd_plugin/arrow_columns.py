@@ -1,0 +1,257 @@
+"""Columns of Parquet and Arrow files as numpy arrays: which hold the features, and what is wrong with a row."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+from rmd_plugin.untrusted import DataFormatError, check_size
+
+log = logging.getLogger(__name__)
+
+PARQUET, ARROW = (".parquet",), (".arrow", ".feather")
+#: of a packed table after unpacking
+_MAX_BYTES = 1 << 42
+_STRING_VIEW = pa.string_view().id if hasattr(pa, "string_view") else -1  # younger than our lowest version
+
+
+class Rows(NamedTuple):
+    """Some rows of a file as they stand in it."""
+
+    features: np.ndarray  #: shape (B, D), any real numbers
+    labels: np.ndarray | None  #: shape (B,): int64, or objects (whole numbers, texts, None)
+    splits: np.ndarray | None  #: shape (B,): texts as objects
+
+
+class Columns(NamedTuple):
+    """The columns that are read."""
+
+    schema: pa.Schema
+    features: list[str]  #: one column of lists, or many of floats
+    labels: str | None
+    split: str | None
+
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return [*self.features, *(name for name in (self.labels, self.split) if name is not None)]
+
+    @property
+    def titles(self) -> list[str]:
+        """Names of the features, where each has a column."""
+        return [] if is_list(self.schema.field(self.features[0]).type) else self.features
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether values of this type are lists of numbers."""
+    kind = getattr(kind, "storage_type", kind)
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return lists and _is_number(kind.value_type)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_floating(kind) or pa.types.is_integer(kind)
+
+
+def read_schema(file: Path) -> pa.Schema:
+    """Names and types of the columns of a file."""
+    if file.suffix.lower() in PARQUET:
+        with pq.ParquetFile(file) as opened:
+            return opened.schema_arrow
+    with _reader(file) as (reader, _):
+        return reader.schema
+
+
+def choose_columns(
+    file: Path, schema: pa.Schema, features: str | None, labels: str | None, split: str | None
+) -> Columns:
+    """The columns of these names; without one of the features the only one of lists, else all of floats."""
+    twice = [name for name in schema.names if schema.names.count(name) > 1]
+    if twice:
+        raise DataFormatError(file, f"two columns are called {twice[0]!r}")
+    have = ", ".join(f"{field.name} ({field.type})" for field in list(schema)[:20]) or "nothing"
+    labels, split = (name if name in schema.names else None for name in (labels, split))
+    others = [field for field in schema if field.name not in (labels, split)]
+    if features is not None:
+        if features not in schema.names:
+            raise DataFormatError(
+                file,
+                f"has no column {features!r}; it has {have}. Name the column of lists with features=, or take "
+                "all columns of floats with features=null",
+            )
+        chosen = [features]
+    else:
+        chosen = [field.name for field in others if is_list(field.type)]
+        if len(chosen) > 1:
+            raise DataFormatError(file, f"has several columns of lists: {', '.join(chosen)}. Choose one: features=NAME")
+        chosen = chosen or [field.name for field in others if pa.types.is_floating(field.type)]
+        if not chosen:
+            raise DataFormatError(file, f"has no column of lists of numbers and none of floats; it has {have}")
+        log.info("Features of %s are the columns %s.", file, ", ".join(chosen))
+    kind = schema.field(chosen[0]).type
+    if not is_list(kind) and not pa.types.is_floating(kind):
+        raise DataFormatError(file, f"column {chosen[0]!r} is {kind}; lists of numbers, or floats, are expected")
+    return Columns(schema, chosen, labels, split)
+
+
+@contextlib.contextmanager
+def _reader(file: Path) -> Iterator[tuple[Any, pa.Buffer]]:
+    """A reader of an IPC file or stream, and the mapped file that it reads."""
+    with pa.memory_map(os.fspath(file)) as mapped:
+        content = mapped.read_buffer()
+        is_file = content.size > 8 and content.slice(0, 6).to_pybytes() == b"ARROW1"
+        yield (pa.ipc.open_file if is_file else pa.ipc.open_stream)(pa.BufferReader(content)), content
+
+
+def _ipc_batches(reader: Any) -> Iterator[pa.RecordBatch]:
+    if isinstance(reader, pa.ipc.RecordBatchFileReader):
+        return (reader.get_batch(number) for number in range(reader.num_record_batches))
+    return iter(reader)
+
+
+def read_rows(file: Path, columns: Columns, rows: int) -> Iterator[Rows]:
+    """The rows of a file, at most so many at once.
+
+    Raises:
+        DataFormatError: with row and column; what the file itself is, is an error of Arrow.
+    """
+    schema = read_schema(file)
+    for name in columns.names:
+        expected, found = columns.schema.field(name).type, schema.field(name).type if name in schema.names else None
+        if found != expected:
+            what = "is not there" if found is None else f"is {found}"
+            raise DataFormatError(file, f"column {name!r} {what}; in the first file of the table it is {expected}")
+    start, width = 0, None
+    for batch in _batches(file, columns.names, rows):
+        for place in range(0, len(batch), rows):
+            part = batch.slice(place, rows)
+            features = read_matrix(file, start, part, columns, width)
+            width = features.shape[1]
+            yield Rows(
+                features,
+                None if columns.labels is None else _labels(file, start, part, columns.labels),
+                None if columns.split is None else _texts(file, start, part, columns.split),
+            )
+            start += len(part)
+
+
+def _batches(file: Path, names: list[str], rows: int) -> Iterator[pa.RecordBatch]:
+    if file.suffix.lower() in PARQUET:
+        # page by page: a row group may be as large as the file
+        with pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as opened:
+            groups = [opened.metadata.row_group(number) for number in range(opened.num_row_groups)]
+            chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+            numbers = sum(item.num_values for item in chunks if item.path_in_schema.startswith(tuple(names)))
+            check_size(file, 4 * numbers, _MAX_BYTES, packed=os.path.getsize(file))
+            yield from opened.iter_batches(rows, columns=names, use_threads=False)
+        return
+    with _reader(file) as (reader, _):
+        for batch in _ipc_batches(reader):
+            part = batch.select(names)
+            part.validate(full=True)  # offsets that lead out of the file would be followed
+            yield part
+
+
+def find_lists(file: Path, columns: Columns) -> tuple[np.dtype[Any], list[tuple[int, int]]] | None:
+    """Where the lists of an IPC file lie as plain numbers: their type, and (offset in bytes, numbers) of each batch.
+
+    None if they are packed, or stand in many columns.
+    """
+    if columns.titles:
+        return None
+    found = []
+    with _reader(file) as (reader, content):
+        kind = getattr(columns.schema.field(columns.features[0]).type, "storage_type", None)
+        kind = (kind or columns.schema.field(columns.features[0]).type).value_type
+        dtype = np.dtype(kind.to_pandas_dtype())
+        for batch in _ipc_batches(reader):
+            batch.select(columns.features).validate(full=True)
+            column = batch.column(columns.features[0])
+            values = getattr(column, "storage", column).flatten()
+            if len(values) == 0:
+                continue
+            offset = values.buffers()[1].address - content.address + values.offset * dtype.itemsize
+            if not 0 <= offset <= content.size - len(values) * dtype.itemsize:
+                return None
+            found.append((offset, len(values)))
+    return dtype, found
+
+
+def _no_nulls(file: Path, start: int, column: pa.Array, name: str) -> None:
+    if column.null_count:
+        row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+        raise DataFormatError(file, f"row {start + row}, column {name!r} is missing")
+
+
+def read_matrix(file: Path, start: int, batch: pa.RecordBatch, columns: Columns, width: int | None) -> np.ndarray:
+    """Features of a batch, shape (B, D), in the type of the file; D is that of the rows before, if there are any."""
+    arrays = []
+    for name in columns.features:
+        column = batch.column(name)
+        column = getattr(column, "storage", column)
+        _no_nulls(file, start, column, name)
+        arrays.append(column)
+    if not is_list(arrays[0].type):
+        return np.column_stack([column.to_numpy(zero_copy_only=False) for column in arrays])
+    (column,), (name,) = arrays, columns.features
+    lengths = np.full(len(column), column.type.list_size) if pa.types.is_fixed_size_list(column.type) else None
+    if lengths is None:
+        lengths = column.value_lengths().to_numpy(zero_copy_only=False)
+    width = int(lengths[0]) if width is None else width
+    other = np.flatnonzero((lengths != width) | (lengths == 0))
+    if len(other):
+        found = f"row {start + other[0]}, column {name!r} has {lengths[other[0]]} numbers"
+        raise DataFormatError(file, f"{found}; the rows before have {width}" if width else found)
+    values = column.flatten()
+    if values.null_count:
+        place = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+        raise DataFormatError(file, f"row {start + place // width}, column {name!r}: number {place % width} is missing")
+    numbers: np.ndarray = values.to_numpy(zero_copy_only=False).reshape(len(column), width)
+    return numbers
+
+
+def _labels(file: Path, start: int, batch: pa.RecordBatch, name: str) -> np.ndarray:
+    column = batch.column(name)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kind = column.type
+    if pa.types.is_integer(kind) and not column.null_count:
+        return column.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or _is_text(kind)):
+        raise DataFormatError(file, f"column {name!r} is {kind}; labels are whole numbers or texts")
+    values = column.to_pylist()
+    if pa.types.is_floating(kind):  # pandas makes floats of whole numbers where some are missing
+        for row, value in enumerate(values):
+            if value is not None and value == value and not float(value).is_integer():
+                raise DataFormatError(file, f"row {start + row}, column {name!r} is {value}; labels are whole numbers")
+        values = [None if value is None or value != value else int(value) for value in values]
+    return as_objects(values)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or kind.id == _STRING_VIEW
+
+
+def _texts(file: Path, start: int, batch: pa.RecordBatch, name: str) -> np.ndarray:
+    column = batch.column(name)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if not _is_text(column.type):
+        raise DataFormatError(file, f"column {name!r} is {column.type}; texts are expected")
+    _no_nulls(file, start, column, name)
+    return as_objects(column.to_pylist())
+
+
+def as_objects(values: list[Any]) -> np.ndarray:
+    """A one-dimensional array of Python objects."""
+    found = np.empty(len(values), dtype=object)
+    found[:] = values
+    return found

@@ -1,0 +1,241 @@
+"""Data sets of Hugging Face, saved by the test: pictures, texts and features; splits and classes as OOD sets."""
+
+import io
+import json
+import pickle
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rmd_plugin.benchmarks import DataFormatError, DataNotFoundError, HFDataset, TextFile
+from rmd_plugin.benchmarks import hf_dataset as module
+
+datasets = pytest.importorskip("datasets")
+COLOURS = {"red": (220, 30, 30), "green": (30, 220, 30), "blue": (30, 30, 220)}
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    datasets.disable_progress_bars()
+
+
+def save(path, features=None, **splits):
+    made = {name: datasets.Dataset.from_dict(columns, features=features) for name, columns in splits.items()}
+    datasets.DatasetDict(made).save_to_disk(str(path))
+    return path
+
+
+def texts(count, word):
+    return {"text": [f"{word} {i}" for i in range(count)], "label": [i % 3 for i in range(count)]}
+
+
+def classes(*names):
+    return datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=list(names))})
+
+
+def encoded(colour, seed=0):
+    noise = np.random.default_rng(seed).integers(-20, 20, (10, 8, 3))
+    stream = io.BytesIO()
+    Image.fromarray(np.clip(noise + colour, 0, 255).astype(np.uint8)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def pictures(count):
+    values = [encoded(list(COLOURS.values())[i % 3], i) for i in range(count)]
+    return {
+        "image": [{"bytes": value, "path": None} for value in values],
+        "label": [[*COLOURS][i % 3] for i in range(count)],
+    }
+
+
+PICTURES = {"image": datasets.Image(), "label": datasets.Value("string")}
+
+
+def items(split):
+    return [item for item, _ in split]
+
+
+def test_texts_keep_the_order_of_named_classes(tmp_path):
+    path = save(
+        tmp_path / "a",
+        classes("zebra", "ant", "bee"),
+        train=texts(30, "a"),
+        validation=texts(6, "b"),
+        test=texts(9, "c"),
+    )
+    benchmark = HFDataset(path)
+    assert repr(benchmark) == "HFDataset(train=30, val=6, test=9)"
+    assert benchmark.class_names == ["zebra", "ant", "bee"]
+    assert items(benchmark.test_in) == [f"c {i}" for i in range(9)]
+    assert benchmark.test_in.labels.tolist() == [0, 1, 2] * 3
+    split = pickle.loads(pickle.dumps(benchmark.fit_set()))
+    assert items(split) == items(benchmark.fit_set())
+
+
+def test_the_fingerprint_is_that_of_the_same_texts_in_a_file(tmp_path):
+    path = save(tmp_path / "a", train=texts(30, "a"), test=texts(9, "c"))
+    rows = [
+        {"text": t, "label": i % 3, "split": key}
+        for key, n in (("a", 30), ("c", 9))
+        for i, t in enumerate(texts(n, key)["text"])
+    ]
+    for row in rows:
+        row["split"] = {"a": "train", "c": "test"}[row["split"]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ours = HFDataset(path)
+    for split in ("train", "val", "test"):
+        assert ours.fingerprint(split) == TextFile(tmp_path / "a.jsonl").fingerprint(split)
+
+
+def test_splits_and_classes_can_be_ood_sets(tmp_path):
+    path = save(
+        tmp_path / "a", classes("zebra", "ant", "bee"), train=texts(30, "a"), test=texts(9, "c"), odd=texts(5, "d")
+    )
+    benchmark = HFDataset(path, ood=["odd", "ant"], near=["ant"])
+    assert repr(benchmark) == "HFDataset(train=18, val=2, test=6, ant=3, odd=5)"
+    assert (benchmark.class_names, benchmark.distance) == (["zebra", "bee"], {"ant": "near", "odd": ""})
+    assert items(benchmark.test_oods[0]) == ["c 1", "c 4", "c 7"]
+    assert items(benchmark.test_oods[1]) == [f"d {i}" for i in range(5)]
+    assert not {f"a {i}" for i in range(1, 30, 3)} & set(items(benchmark.fit_set()) + items(benchmark.val_set()))
+    with pytest.raises(DataFormatError, match=r"ood=cow is neither a split nor a class; classes are \['ant'"):
+        HFDataset(path, ood=["cow"])
+
+
+def test_one_data_set_without_splits_is_split_by_seed(tmp_path):
+    datasets.Dataset.from_dict(texts(60, "a")).save_to_disk(str(tmp_path / "a"))
+    benchmark = HFDataset(tmp_path / "a")
+    assert repr(benchmark) == "HFDataset(train=42, val=6, test=12)"
+    assert benchmark.class_names == ["0", "1", "2"]
+    assert len(HFDataset(tmp_path / "a", ood=["2"]).test_oods[0]) == 20
+
+
+def test_feature_lists_become_tensors(tmp_path):
+    z = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
+    path = save(tmp_path / "a", train={"vector": z.tolist(), "label": [i % 2 for i in range(30)]})
+    benchmark = HFDataset(path, val_fraction=0, test_fraction=0.5)
+    found = np.stack([x.numpy() for split in (benchmark.fit_set(), benchmark.test_in) for x in items(split)])
+    assert sorted(map(tuple, found)) == sorted(map(tuple, z))
+    z[7, 2] = np.nan
+    path = save(tmp_path / "b", train={"vector": z.tolist(), "label": [0] * 30})
+    with pytest.raises(DataFormatError, match=r"train: row 7, column 2 is nan"):
+        HFDataset(path)
+    path = save(tmp_path / "c", train={"vector": [[1.0, 2.0], [1.0]], "label": [0, 1]})
+    with pytest.raises(DataFormatError, match=r"row 1, column 'vector' has 1 numbers; the rows before have 2"):
+        HFDataset(path)
+
+
+def test_pictures_are_decoded_by_our_rules(tmp_path):
+    grey = io.BytesIO()
+    Image.new("L", (5, 4), 77).save(grey, "PNG")
+    content = pictures(30)
+    content["image"][0]["bytes"] = grey.getvalue()
+    benchmark = HFDataset(save(tmp_path / "a", datasets.Features(PICTURES), train=content), val_fraction=0, seed=1)
+    assert benchmark.class_names == ["blue", "green", "red"]
+    everything = items(benchmark.fit_set()) + items(benchmark.test_in)
+    assert {image.mode for image in everything} == {"RGB"}
+    assert [image.getpixel((0, 0)) for image in everything if image.size == (5, 4)] == [(77, 77, 77)]
+
+
+def test_bad_pictures_are_refused_or_left_out(tmp_path, caplog):
+    content = pictures(30)
+    content["image"][3]["bytes"] = content["image"][3]["bytes"][:50]
+    content["image"][4]["bytes"] = b"no picture"
+    path = save(tmp_path / "a", datasets.Features(PICTURES), train=content)
+    with pytest.raises(DataFormatError, match=r"2 of 30 pictures .*row 3: is not a readable picture.*on_bad=skip"):
+        HFDataset(path)
+    assert repr(HFDataset(path, on_bad="skip", val_fraction=0)) == "HFDataset(train=22, val=0, test=6)"
+    assert "2 of 30 pictures cannot be read and are left out" in caplog.text
+
+
+def test_a_picture_outside_of_the_data_is_not_read(tmp_path):
+    (tmp_path / "secret.png").write_bytes(encoded((1, 2, 3)))
+    content = pictures(6)
+    data = datasets.Dataset.from_dict(content, features=datasets.Features(PICTURES))
+    # as somebody could write it; the library itself puts the bytes into what it saves
+    raw = data.cast_column("image", {"bytes": datasets.Value("binary"), "path": datasets.Value("string")})
+    raw = raw.map(lambda row: {"image": {"bytes": None, "path": str(tmp_path / "a" / ".." / "secret.png")}})
+    raw.save_to_disk(str(tmp_path / "a"))
+    info = json.loads((tmp_path / "a" / "dataset_info.json").read_text())
+    info["features"]["image"] = {"_type": "Image"}
+    (tmp_path / "a" / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(DataFormatError, match=r"6 of 6 pictures .*outside of the data; others are not read"):
+        HFDataset(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "reason"),
+    [
+        ({"text": ["a", "b"], "label": [0, 1], "more": ["c", "d"]}, {}, r"several columns of texts: text, more\."),
+        ({"x": [1, 2], "label": [0, 1]}, {}, r"no column of pictures, texts or lists of numbers; it has x \(Value\)"),
+        ({"text": ["a", "b"], "label": [0, 1]}, {"input": "label"}, "input=label is no column of pictures"),
+        ({"text": ["a", "b"], "label": [0, 1]}, {"train": "big"}, "has no split 'big'; it has train"),
+        ({"text": ["a", "b"], "label": [0, 1]}, {"test": "probe"}, "has no split 'probe'; it has train"),
+        ({"text": ["a", "b"], "y": [0, 1]}, {}, "has no column 'label' of labels; it has text, y"),
+        ({"text": ["a", None], "label": [0, 1]}, {}, "row 1: 'text' is missing or empty"),
+        ({"text": ["a", "b"], "label": [0, None]}, {}, r"row 1: 'label' is missing; .*test=null.*ood="),
+        ({"text": ["a", "b"], "label": [0.5, 1.0]}, {}, r"row 0: 'label' is 0\.5; a class is expected"),
+    ],
+)  # fmt: skip
+def test_columns_that_do_not_fit_are_refused_with_what_there_is(tmp_path, columns, options, reason):
+    with pytest.raises(DataFormatError, match=reason):
+        HFDataset(save(tmp_path / "a", train=columns), **options)
+
+
+def test_a_test_split_whose_labels_are_kept_secret_is_refused_with_the_remedy(tmp_path):
+    secret = {"text": ["x", "y"], "label": [-1, -1]}
+    path = save(tmp_path / "a", classes("a", "b", "c"), train=texts(30, "a"), test=secret)
+    with pytest.raises(DataFormatError, match=r"test: row 0: 'label' is missing; .*test=null"):
+        HFDataset(path)
+    assert repr(HFDataset(path, test=None)) == "HFDataset(train=21, val=3, test=6)"
+
+
+def test_other_classes_in_another_split_are_refused(tmp_path):
+    made = {key: datasets.Dataset.from_dict(texts(9, key), features=classes(*names)) for key, names in
+            (("train", "abc"), ("test", "bca"))}  # fmt: skip
+    for key, data in made.items():
+        data.save_to_disk(str(tmp_path / "a" / key))
+    (tmp_path / "a" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataFormatError, match=r"test: has the classes \['b', 'c', 'a'\], the training data have"):
+        HFDataset(tmp_path / "a")
+
+
+def test_other_folders_are_refused_in_one_line(tmp_path):
+    with pytest.raises(DataFormatError, match="is no folder that datasets has saved"):
+        HFDataset(tmp_path)
+    path = save(tmp_path / "a", train=texts(30, "a"))
+    (file,) = (path / "train").glob("*.arrow")
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(DataFormatError) as caught:
+        HFDataset(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_is_looked_for_in_folder_cache_and_hub_without_waiting(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "hub_unavailable", lambda: "Name or service not known")
+    before = datasets.config.HF_HUB_OFFLINE
+    with pytest.raises(DataNotFoundError) as caught:
+        HFDataset("nobody/nothing")
+    message = str(caught.value)
+    assert message.startswith(
+        f"no data set 'nobody/nothing'; looked in: folder {tmp_path / 'nobody/nothing'} (not there); cache "
+    )
+    assert "the hub (Name or service not known). Give the path of a folder" in message
+    assert "\n" not in message
+    assert before == datasets.config.HF_HUB_OFFLINE
+
+
+def test_a_name_is_loaded_without_its_code(monkeypatch, tmp_path):
+    asked = {}
+
+    def load(name, config, **options):
+        asked.update(options, name=name, config=config)
+        return datasets.DatasetDict({"train": datasets.Dataset.from_dict(texts(30, "a"))})
+
+    monkeypatch.setattr(module, "hub_unavailable", lambda: None)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.chdir(tmp_path)
+    assert HFDataset("somebody/something", config="small").num_classes == 3
+    assert (asked["name"], asked["config"]) == ("somebody/something", "small")
+    assert asked.get("trust_remote_code", False) is False
