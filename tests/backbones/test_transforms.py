@@ -102,7 +102,11 @@ def test_augmentation_crops_from_a_black_border_and_flips() -> None:
     assert len({mine.numpy().tobytes() for mine in ours}) > 1
 
 
-EXPORTED = [("bilinear", 1.0, False), ("bicubic", 0.875, False), ("bicubic", 0.9, True)]
+EXPORTED = [
+    ("bicubic", 0.875, False),
+    pytest.param("bilinear", 1.0, False, marks=pytest.mark.slow),
+    pytest.param("bicubic", 0.9, True, marks=pytest.mark.slow),
+]
 # batch, height, width: the right size, enlarged, reduced, one pixel high or wide or both
 BATCHES = [(1, 24, 24), (5, 10, 13), (2, 100, 77), (3, 1, 500), (1, 500, 1), (1, 1, 1), (2, 24, 30)]
 
