@@ -182,7 +182,8 @@ def _reference(about: Mapping[str, Any]) -> Histogram | None:
     except (TypeError, KeyError, ValueError):
         return None
     shapes = edges.ndim == counts.ndim == 1 and len(edges) == len(counts) + 1
-    numbers = shapes and np.isfinite([*edges, *counts]).all() and (np.diff(edges) > 0).all() and counts.sum() > 0
+    numbers = shapes and np.isfinite([*edges, *counts]).all() and (np.diff(edges) > 0).all()
+    numbers = numbers and (counts >= 0).all() and counts.sum() > 0
     return Histogram(edges, counts) if numbers else None
 
 
@@ -220,7 +221,9 @@ def _show(summary: ScoreSummary, progress: Progress, alpha: float, out: Path) ->
     ]
     console = Console(width=None if sys.stdout.isatty() else 200)  # into a file or pipe at full width
     rows = [[Cell(name), Cell(value), Cell(detail)] for name, value, detail in counts]
-    console.print(to_terminal(Table([Column("", "left"), Column(""), Column("", "left")], rows), width=console.width))
+    console.print(
+        to_terminal(Table([Column("Samples", "left"), Column("number"), Column("", "left")], rows), width=console.width)
+    )
     if summary.highest:
         columns = [Column("Most unknown", "left"), Column("score"), Column("p-value"), Column("nearest class", "left")]
         rows = [
