@@ -12,9 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 import pytorch_lightning as pl
 import torch
+from guard_kit import picture_guard, pictures
+from PIL import Image
 from pytorch_ood.detector import MaxSoftmax
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,7 +26,11 @@ from rmd_plugin import RMD, Calibrated
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-COMMANDS = ("rmd-train", "rmd-compare", "rmd-reproduce", "rmd-report")
+COMMANDS = ("rmd-train", "rmd-compare", "rmd-fit", "rmd-score", "rmd-reproduce", "rmd-report")
+
+
+#: the README's lines that build on each other: they are those of examples/own_images.md
+PICTURES = re.compile(r"make_pictures|image_folder|rmd-score")
 
 
 def blocks(*languages, page=README):
@@ -39,7 +46,7 @@ def shell_lines():
 def inline_commands():
     """Whole commands in the text, such as `rmd-compare backbone=bert benchmark=clinc150`."""
     prose = re.sub(r"```.*?```", "", README, flags=re.S)
-    found = re.findall(r"`((?:rmd-train|rmd-compare|rmd-reproduce) [^`]+)`", prose)
+    found = re.findall(r"`((?:rmd-train|rmd-compare|rmd-fit|rmd-reproduce) [^`]+)`", prose)
     return [command for command in found if "--help" not in command]
 
 
@@ -89,6 +96,9 @@ def names(tmp_path, monkeypatch):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    picture_guard().save("guard", onnx=False)
+    Path("photos_new").mkdir()
+    Image.fromarray(pictures(1)[0]).save("photos_new/eight_000.png")
     train, model = data(120), Module()
     options = {"max_epochs": 1, "logger": False, "accelerator": "cpu", "enable_progress_bar": False}
     return {
@@ -178,7 +188,36 @@ def test_commands_in_the_text_compose(command, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", [line for line in shell_lines() if not line.startswith("rmd-report")])
+@QUIET
+def test_the_way_from_pictures_to_scores_runs_as_the_example_has_it(tmp_path, monkeypatch):
+    example = (ROOT / "examples/own_images.md").read_text()
+    lines = "".join(blocks("bash", page=example)).splitlines()
+    assert lines == [line for line in shell_lines() if PICTURES.search(line)]
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    for line in lines:
+        out = run(line, tmp_path)
+    assert "not readable" in out
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    for block in blocks("python", page=example):
+        exec(block, found)
+    assert found["verdict"].class_name == "three"
+    python = found["guard"]("photos_new/eight_000.png")
+    assert float(found["score"][0]) == pytest.approx(python.score, rel=1e-3, abs=1e-3)
+    assert bool(found["is_ood"][0]) == python.is_ood
+    scores = pandas.read_csv("photos_scores/scores.csv").set_index("path")
+    assert scores.loc["photos_new/broken.png", "reason"].startswith("is not a readable picture")
+    known = scores.index.str.contains("zero|one|two|three|four|five")
+    flagged = scores["is_ood"][scores["reason"].isna()].astype(bool)
+    # of 72 and 48 pictures
+    assert flagged[known[scores["reason"].isna()]].mean() < 0.25
+    assert flagged[~known[scores["reason"].isna()]].mean() > 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line", [line for line in shell_lines() if not line.startswith("rmd-report") and not PICTURES.search(line)]
+)
 def test_shell_lines_run(line, tmp_path):
     if line == "pytest":
         return  # that is this run
