@@ -4,10 +4,13 @@ import json
 import random
 
 import config_kit
+import framework_kit as kit
 import numpy as np
 import pytest
 import torch
 from config_kit import choices
+from pytorch_ood.dataset.img import LSUNCrop, LSUNResize, TinyImageNetCrop, TinyImageNetResize
+from torchvision.datasets import CIFAR10
 
 from rmd_plugin.app.commands import compare, train
 from rmd_plugin.compare.rows import read_rows
@@ -156,9 +159,22 @@ def test_a_comparison_repeats_itself_on_the_other_benchmarks(benchmark, rows):
     same_rows_whatever_else(rows, f"benchmark={benchmark}", *words.get(benchmark, images))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_comparison_repeats_itself_on_a_benchmark_of_the_framework_with_noise(rows, tmp_path, monkeypatch):
+    kit.cifar_batches(tmp_path, CIFAR10, monkeypatch, classes=10, key="labels")
+    for kind in (TinyImageNetCrop, TinyImageNetResize, LSUNCrop, LSUNResize):
+        kit.unpacked(tmp_path, kind, monkeypatch, size=(32, 32))
+    words = [f"benchmark.data_dir={tmp_path}", "limit_test=10", "alpha=0.5", "backbone=small_cnn"]
+    same_rows_whatever_else(rows, "benchmark=odin_cifar10", *words)
+
+
 def test_every_benchmark_is_among_them():
     used = {word.partition("=")[2] for words in BACKBONES.values() for word in words if word.startswith("benchmark=")}
-    assert used | {"features"} == set(choices("benchmark"))
+    files = {name: (config_kit.CONF / "benchmark" / f"{name}.yaml").read_text() for name in choices("benchmark")}
+    of_the_framework = {name for name, text in files.items() if name == "framework" or "  - framework\n" in text}
+    assert "odin_cifar10" in of_the_framework  # one class serves them all
+    assert used | {"features"} | of_the_framework == set(files)
 
 
 @pytest.mark.slow
