@@ -44,6 +44,12 @@ class FakeGuard:
         about = json.loads((Path(folder) / "guard.json").read_text())
         return cls(**about)
 
+    def threshold_at(self, alpha):
+        alarms = int(alpha * (len(CALIBRATION) + 1) + 1e-9)
+        if alarms < 1:
+            raise ValueError(f"there are {len(CALIBRATION)} calibration samples, too few for alpha={alpha:g}.")
+        return float(CALIBRATION[len(CALIBRATION) - alarms])
+
     def prepare(self, item):
         if self.kind == "images":
             pixels = np.asarray(read_picture(item), dtype=np.float32) / 255

@@ -58,7 +58,7 @@ def _score(guard_path: str, places: Sequence[str], options: Mapping[str, str], *
     out = Path(options.get("out") or time.strftime("outputs/score/%Y-%m-%d_%H-%M-%S"))
 
     from rmd_plugin.app.device import choose_device
-    from rmd_plugin.guard.guard import Guard  # type: ignore[import-not-found, unused-ignore]
+    from rmd_plugin.guard.guard import Guard
     from rmd_plugin.guard.inputs import Inputs
     from rmd_plugin.guard.score_folder import REPORT, SCORES
     from rmd_plugin.guard.scoring import score_items
@@ -66,18 +66,18 @@ def _score(guard_path: str, places: Sequence[str], options: Mapping[str, str], *
     from rmd_plugin.report.score_summary import summarise_scores
 
     guard = Guard.load(guard_path, device=choose_device(options.get("device", "auto")))
+    alpha = guard.alpha if settings["alpha"] is None else settings["alpha"]
+    threshold = guard.threshold_at(alpha)  # refuses one that is too small for the calibration samples
     columns = {name: options[name] for name in ("text", "features", "id") if name in options}
     inputs = Inputs(places, guard.kind, **columns)
     progress = score_items(guard, inputs, out, **settings, say=lambda text: print(one_line(text), file=sys.stderr))
-    alpha = guard.alpha if settings["alpha"] is None else settings["alpha"]
-    # one for each class cannot be drawn, and one of another alpha is not that of the decisions
-    threshold = guard.threshold if isinstance(guard.threshold, float) and alpha == guard.alpha else None
-    summary = summarise_scores(out / SCORES, threshold=threshold)
+    drawn = threshold if isinstance(threshold, float) else None  # not one for each class
+    summary = summarise_scores(out / SCORES, threshold=drawn)
     run = ScoringRun(
         guard=os.path.basename(os.path.normpath(guard_path)),
         inputs=places,
         alpha=alpha,
-        threshold=threshold,
+        threshold=drawn,
         reference=_reference(guard.about),
         total=progress.total,
         interrupted=progress.interrupted,

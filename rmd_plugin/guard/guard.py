@@ -114,7 +114,11 @@ class Guard:
     @property
     def threshold(self) -> float | Tensor:
         """The score above which an item is flagged; with a calibration per class one for each, shape (K,)."""
-        return self.detector.threshold()
+        return self.threshold_at(self.alpha)
+
+    def threshold_at(self, alpha: float) -> float | Tensor:
+        """The same for another share of false alarms; ValueError if there were too few calibration samples for it."""
+        return self.detector.threshold(alpha)
 
     def __repr__(self) -> str:
         return f"<Guard of {self.kind}: {len(self.class_names)} classes, {self.detector!r}>"

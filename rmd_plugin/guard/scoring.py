@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import torch
@@ -15,32 +15,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from rmd_plugin.guard.inputs import Inputs, Item, Kind
+from rmd_plugin.guard.inputs import Inputs, Item
 from rmd_plugin.guard.score_folder import ScoreFolder
 from rmd_plugin.report.score_summary import score_schema
 from rmd_plugin.untrusted import DataFormatError, one_line
 
+if TYPE_CHECKING:
+    from rmd_plugin.guard.guard import Guard
+
 _LONGEST_REASON = 300
 NOT_A_NUMBER = "the score is not a number: flagged as OOD"
-
-
-class Scorer(Protocol):
-    """What is asked of a guard, see :class:`rmd_plugin.guard.guard.Guard`."""
-
-    @property
-    def kind(self) -> Kind: ...  # noqa: D102
-    @property
-    def class_names(self) -> Sequence[str]: ...  # noqa: D102
-    @property
-    def alpha(self) -> float: ...  # noqa: D102
-    @property
-    def threshold(self) -> float | Tensor: ...  # noqa: D102
-    @property
-    def digest(self) -> str: ...  # noqa: D102
-    @property
-    def about(self) -> Mapping[str, Any]: ...  # noqa: D102
-    def prepare(self, item: Any) -> Tensor: ...  # noqa: D102
-    def judge(self, batch: Tensor) -> Any: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -54,7 +38,7 @@ class Progress:
 
 
 def score_items(
-    guard: Scorer,
+    guard: Guard,
     inputs: Inputs,
     out: str | os.PathLike[str],
     *,
@@ -180,7 +164,7 @@ def _collate(items: Iterable[tuple[str, Tensor | None, str | None]]) -> _Prepare
     return _Prepared(names, reasons, groups)
 
 
-def _judge(guard: Scorer, batch: _Prepared, schema: pa.Schema, alpha: float | None) -> pa.Table:
+def _judge(guard: Guard, batch: _Prepared, schema: pa.Schema, alpha: float | None) -> pa.Table:
     """The rows of a batch, in its order."""
     columns: dict[str, list[Any]] = {name: [None] * len(batch.names) for name in schema.names}
     columns[schema.names[0]], columns["reason"] = batch.names, list(batch.reasons)
@@ -206,5 +190,5 @@ def _judge(guard: Scorer, batch: _Prepared, schema: pa.Schema, alpha: float | No
     return pa.Table.from_pydict(columns, schema=schema)
 
 
-def _class_name(guard: Scorer, number: int) -> str:
+def _class_name(guard: Guard, number: int) -> str:
     return one_line(guard.class_names[number]) if 0 <= number < len(guard.class_names) else str(number)
