@@ -117,6 +117,12 @@ def _ipc_batches(reader: Any) -> Iterator[pa.RecordBatch]:
     return iter(reader)
 
 
+def _picked(batch: pa.RecordBatch, names: list[str]) -> pa.RecordBatch:
+    part = pa.RecordBatch.from_arrays([batch.column(batch.schema.get_field_index(name)) for name in names], names)
+    part.validate(full=True)  # offsets that lead out of the file would be followed
+    return part
+
+
 def read_rows(file: Path, columns: Columns, rows: int) -> Iterator[Rows]:
     """The rows of a file, at most so many at once.
 
@@ -155,9 +161,7 @@ def _batches(file: Path, names: list[str], rows: int) -> Iterator[pa.RecordBatch
         return
     with _reader(file) as (reader, _):
         for batch in _ipc_batches(reader):
-            part = batch.select(names)
-            part.validate(full=True)  # offsets that lead out of the file would be followed
-            yield part
+            yield _picked(batch, names)
 
 
 def find_lists(file: Path, columns: Columns) -> tuple[np.dtype[Any], list[tuple[int, int]]] | None:
@@ -173,8 +177,7 @@ def find_lists(file: Path, columns: Columns) -> tuple[np.dtype[Any], list[tuple[
         kind = (kind or columns.schema.field(columns.features[0]).type).value_type
         dtype = np.dtype(kind.to_pandas_dtype())
         for batch in _ipc_batches(reader):
-            batch.select(columns.features).validate(full=True)
-            column = batch.column(columns.features[0])
+            column = _picked(batch, columns.features).column(0)
             values = getattr(column, "storage", column).flatten()
             if len(values) == 0:
                 continue

@@ -1,6 +1,6 @@
 """What the README shows: its Python blocks run in order, its shell lines run, and every other command composes.
 
-The Python blocks of docs/decisions.md run too.
+The Python blocks of docs/decisions.md run too, and the commands of docs/own_data.md on files that are made here.
 """
 
 import functools
@@ -12,7 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -26,9 +29,8 @@ from rmd_plugin import RMD, Calibrated
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+OWN_DATA = (ROOT / "docs/own_data.md").read_text()
 COMMANDS = ("rmd-train", "rmd-compare", "rmd-fit", "rmd-score", "rmd-reproduce", "rmd-report")
-
-
 #: the README's lines that build on each other: they are those of examples/own_images.md
 PICTURES = re.compile(r"make_pictures|image_folder|rmd-score")
 
@@ -37,9 +39,9 @@ def blocks(*languages, page=README):
     return re.findall(rf"```(?:{'|'.join(languages)})\n(.*?)```", page, flags=re.S)
 
 
-def shell_lines():
-    """The lines of the README's shell blocks, without the installation, which tests/app/test_wheel.py covers."""
-    lines = "\n".join(blocks("bash", "sh")).replace("\\\n", " ").splitlines()
+def shell_lines(page=README):
+    """The lines of a page's shell blocks, without the installation, which tests/app/test_wheel.py covers."""
+    lines = "\n".join(blocks("bash", "sh", page=page)).replace("\\\n", " ").splitlines()
     return [line.split("&&")[-1].strip() if line.startswith("pip install") else line for line in lines if line]
 
 
@@ -240,3 +242,119 @@ def test_the_speed_of_an_update_is_measured_at_any_size(tmp_path):
     sizes = "--samples 3000 --width 8 --classes 3 --rows 60 --rounds 1"
     out = run(f"{shlex.quote(sys.executable)} {ROOT / 'speed/update.py'} {sizes}", tmp_path)
     assert re.findall(r"\| `(\w+)`: [\d.]+ ms vs [\d.]+ s \| \*\*\d+x faster", out) == ["update", "forget", "add_class"]
+
+
+# docs/own_data.md
+
+
+def make_photos(root):
+    """Pictures of three colours, some in a table; yellow ones are OOD."""
+    colours = {"blue": (30, 30, 220), "green": (30, 220, 30), "red": (220, 30, 30), "yellow": (220, 220, 30)}
+    rng = np.random.default_rng(0)
+    rows = ["path,label,split"]
+    for split, count in (("train", 40), ("test", 10), ("ood", 10)):
+        for name in ["yellow"] if split == "ood" else [*colours][:3]:
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                noise = rng.integers(-30, 30, (32, 32, 3))
+                pixels = np.clip(noise + colours[name], 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{number}.png")
+                rows.append(f"{split}/{name}/{number}.png,{name},{split}")
+    (root / "broken.png").write_bytes(b"no picture")
+    (root / "table.csv").write_text("\n".join([*rows, "broken.png,red,train"]))
+
+
+def make_vectors(folder):
+    """Three classes in eight dimensions, in each of the layouts; OOD rows lie between them."""
+    rng = np.random.default_rng(0)
+
+    def draw(count, ood=False):
+        y = np.arange(count) % 3
+        return (rng.normal(size=(count, 8)) + (2 if ood else 6 * np.eye(3, 8)[y])).astype(np.float32), y
+
+    parts = {"train": draw(240), "test": draw(90), "ood:between": draw(60, ood=True)}
+    z, y = (np.concatenate([part[i] for part in parts.values()]) for i in (0, 1))
+    split = np.repeat([*parts], [len(part[1]) for part in parts.values()])
+    lists = pa.array(list(z), pa.list_(pa.float32()))
+    pq.write_table(pa.table({"embedding": lists, "label": y, "split": split}), folder / "table.parquet")
+    wide = {f"f{i}": z[:, i] for i in range(8)}
+    pq.write_table(pa.table({**wide, "label": y, "split": split}), folder / "wide.parquet")
+    (folder / "vectors" / "ood").mkdir(parents=True)
+    for key, (features, labels) in parts.items():
+        path = folder / "vectors" / f"{key.replace('ood:', 'ood/')}.npy"
+        np.save(path, features)
+        np.save(path.with_suffix(".label.npy"), labels)
+    arrays = {
+        f"{key}_{what}": parts[key][i] for key in ("train", "test") for i, what in enumerate(("features", "labels"))
+    }
+    head = {"head_weight": np.eye(3, 8), "head_bias": np.zeros(3)}
+    np.savez(folder / "features.npz", **arrays, near_between=parts["ood:between"][0], **head)
+
+
+def make_texts(folder, datasets):
+    """Texts of two topics, and OOD ones; as one file, as files of splits, and as a saved data set."""
+    topics = {"money": "please pay bill number", "weather": "will it rain on day"}
+    rows = [(f"{start} {i}", label, split) for label, start in topics.items()
+            for split, count in (("train", 40), ("test", 12)) for i in range(count)]  # fmt: skip
+    rows += [(f"sing song number {i}", "", "ood:songs") for i in range(12)]
+    (folder / "texts.csv").write_text("text,label,split\n" + "".join(f"{','.join(row)}\n" for row in rows))
+    (folder / "queries" / "ood").mkdir(parents=True)
+    for split in ("train", "test", "ood:songs"):
+        content = "text,label\n" + "".join(f"{text},{label}\n" for text, label, part in rows if part == split)
+        (folder / "queries" / f"{split.replace('ood:', 'ood/')}.csv").write_text(content)
+    names = {"train": "train", "test": "test", "ood:songs": "strange"}
+    columns = {
+        names[s]: {"text": [r[0] for r in rows if r[2] == s], "label": [r[1] for r in rows if r[2] == s]} for s in names
+    }
+    made = {name: datasets.Dataset.from_dict(column) for name, column in columns.items()}
+    datasets.DatasetDict(made).save_to_disk(str(folder / "saved"))
+
+
+def make_saved_images(folder, datasets):
+    files = sorted((folder / "photos" / "train").rglob("*.png"))
+    images = [{"bytes": file.read_bytes(), "path": None} for file in files]
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    content = {"image": images, "label": [file.parent.name for file in files]}
+    data = datasets.Dataset.from_dict(content, features=kinds)
+    datasets.DatasetDict({"train": data}).save_to_disk(str(folder / "saved_images"))
+
+
+@pytest.fixture(scope="module")
+def own_data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own_data")
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    make_photos(folder / "photos")
+    make_vectors(folder)
+    make_texts(folder, datasets)
+    make_saved_images(folder, datasets)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", shell_lines(OWN_DATA))
+def test_commands_on_own_data_run(line, own_data, tmp_path):
+    for item in own_data.iterdir():
+        (tmp_path / item.name).symlink_to(item)
+    out = run(line, tmp_path)
+    assert "RMD" in out
+    assert "AUROC" in out
+    assert "Failed" not in out
+
+
+@QUIET
+def test_the_python_block_of_the_page_on_own_data_runs(names, tmp_path):
+    make_vectors(tmp_path)
+    for number, block in enumerate(blocks("python", page=OWN_DATA)):
+        exec(compile(block, f"docs/own_data.md block {number}", "exec"), names)
+    assert {row["ood"] for row in names["monitor"].history} >= {"between"}
+
+
+def test_the_page_on_own_data_names_every_benchmark_of_its_kind():
+    own = {
+        name
+        for name in ("features", "embeddings", "hf_dataset", "image_folder", "text_file")
+        if f"`{name}`" in OWN_DATA
+    }
+    assert own == {re.search(r"benchmark=(\w+)", line)[1] for line in shell_lines(OWN_DATA)}
+    assert len(own) == 5

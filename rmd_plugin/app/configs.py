@@ -64,9 +64,10 @@ def choices(*groups: str) -> str:
     return "\n".join(f"{group}: {', '.join(group_choices(group))}" for group in groups)
 
 
-def options(command: str) -> str:
-    """The options of a command as they stand in its YAML, with the comments, which Hydra's own help drops."""
-    text = config_root().joinpath(f"{command}.yaml").read_text(encoding="utf-8")
+def options(name: str) -> str:
+    """The options of a command or choice as they stand in its YAML, with the comments, which Hydra's own help drops."""
+    places = [root.joinpath(f"{name}.yaml") for root in (config_root(), *_user_folder())]
+    text = next((place.read_text(encoding="utf-8") for place in places if place.is_file()), "")
     after_defaults = re.split(r"^defaults:\n(?:  .*\n)+", text, maxsplit=1, flags=re.MULTILINE)[-1]
     shown = re.sub(r"^names:.*\Z", "", after_defaults, flags=re.MULTILINE | re.DOTALL).strip()
     return shown.replace("$", "$$")  # Hydra fills in $CONFIG afterwards, and takes any other dollar for a mistake

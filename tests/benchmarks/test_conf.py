@@ -108,6 +108,8 @@ def test_absent_data_is_one_error_that_names_the_remedy(name, tmp_path, monkeypa
 
 @pytest.mark.parametrize("name", OWN)
 def test_own_data_that_are_not_there_are_one_error_with_the_places_looked_in(name, tmp_path, monkeypatch):
+    if name == "hf_dataset":
+        pytest.importorskip("datasets")
     monkeypatch.setattr("rmd_plugin.benchmarks.hf_dataset.hub_unavailable", lambda: "offline")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InstantiationException) as caught:

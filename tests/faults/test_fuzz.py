@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -27,6 +29,7 @@ from PIL import Image
 
 from rmd_plugin import RMD, ClassMoments, Moments, load_detector
 from rmd_plugin.backbones.checkpoint import read_state_dict
+from rmd_plugin.benchmarks import Embeddings, ImageFolder, TextFile
 from rmd_plugin.benchmarks.clinc import read_clinc
 from rmd_plugin.benchmarks.genomics import read_table_reads, read_tfrecord_reads
 from rmd_plugin.benchmarks.readers.arrays import read_npy, read_pt
@@ -38,6 +41,7 @@ from rmd_plugin.benchmarks.sources import ImageFiles
 from rmd_plugin.compare.cache import FeatureCache
 from rmd_plugin.compare.rows import Row, read_rows, write_rows
 from rmd_plugin.npz import read_npz
+from rmd_plugin.pictures import read_picture
 from rmd_plugin.report.gather import gather_runs
 from rmd_plugin.report.page import render_report
 from rmd_plugin.report.run_folder import RunFolder
@@ -120,6 +124,44 @@ def write_safetensors(path: Path) -> None:
     save_file({"a": torch.ones(3, 2), "b": torch.arange(4)}, path)
 
 
+def embedded() -> pa.Table:
+    lists = pa.array([[1.0, 2.0]] * 4, pa.list_(pa.float32()))
+    return pa.table({"embedding": lists, "label": ["a", "b"] * 2, "split": ["train", "ood"] * 2})
+
+
+def write_arrow(path: Path) -> None:
+    with pa.ipc.new_file(path, embedded().schema) as writer:
+        writer.write_table(embedded(), max_chunksize=2)
+
+
+def write_arrow_stream(path: Path) -> None:
+    with pa.ipc.new_stream(path, embedded().schema) as writer:
+        writer.write_table(embedded())
+
+
+def write_embedding(path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"embedding": np.ones((4, 2), np.float32), "label": np.arange(4) % 2}, path)
+
+
+def read_table(path: Path) -> None:
+    """Through the whole benchmark: found, checked, mapped, and each row used."""
+    for split in (benchmark := Embeddings(path, test_fraction=0.5)).test_in, benchmark.fit_set():
+        assert all(torch.isfinite(item).all() for item, _ in split)
+
+
+def read_texts(path: Path) -> None:
+    assert all(isinstance(text, str) for text, _ in TextFile(path, test_fraction=0.5).fit_set())
+
+
+def read_picture_table(path: Path) -> None:
+    """A table of one picture over and over; what is read lies in its folder."""
+    write_image(path.parent / "a.png")
+    benchmark = ImageFolder(path, test_fraction=0.5)
+    assert {os.path.dirname(file) for file in benchmark.fit_set().source.items} <= {str(path.parent)}
+
+
 def fitted() -> RMD:
     z = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
     return RMD().fit_features(z, torch.arange(60) % 2)
@@ -178,6 +220,25 @@ TARGETS = {
     "clinc.json": Target(lambda path: path.write_text(json.dumps(CLINC)), read_clinc),
     "zip": Target(write_zip, lambda path: unzip(path, path.parent / "into")),
     "png": Target(write_image, lambda path: ImageFiles([path], 8)[0]),
+    "jpg": Target(write_image, read_picture),
+    "tif": Target(write_image, read_picture),
+    "webp": Target(write_image, read_picture),
+    "table.parquet": Target(lambda path: pq.write_table(embedded(), path), read_table),
+    "table.arrow": Target(write_arrow, read_table),
+    "stream.arrow": Target(write_arrow_stream, read_table),
+    "table.npz": Target(lambda path: np.savez(path, embedding=np.ones((4, 2)), label=np.arange(4) % 2), read_table),
+    "packed.npz": Target(
+        lambda path: np.savez_compressed(path, embedding=np.ones((4, 2)), label=np.arange(4) % 2), read_table
+    ),
+    "table.safetensors": Target(write_embedding, read_table),
+    "texts.csv": Target(lambda path: path.write_text('text,label\na,x\nb,x\n"c, d",y\ne,y\n'), read_texts),
+    "texts.jsonl": Target(
+        lambda path: path.write_text("".join(json.dumps({"text": f"é {i}", "label": i % 2}) + "\n" for i in range(4))),
+        read_texts,
+    ),
+    "pictures.csv": Target(
+        lambda path: path.write_text("path,label\na.png,x\n./a.png,x\na.png,y\na.png,y\n"), read_picture_table
+    ),
     "ckpt": Target(lambda path: torch.save(CHECKPOINT, path), read_state_dict),
     "old.ckpt": Target(
         lambda path: torch.save(CHECKPOINT, path, _use_new_zipfile_serialization=False), read_state_dict
