@@ -28,6 +28,7 @@ BACKBONES = {
     "mlp": ["benchmark=digits", "limit_train=120", "limit_test=30"],
     "small_cnn": ["benchmark=digits", "limit_train=120", "limit_test=30"],
     "bert": ["benchmark=clinc150", "backbone.name=DATA/bert", "backbone.max_length=16"],
+    "hf": ["benchmark=clinc150", "backbone.name=DATA/bert", "backbone.max_length=16"],
     "genomics_cnn": [*READS, "backbone.filters=20", "backbone.hidden=16"],
     "genomics_bert": [*READS, "backbone.width=16", "backbone.depth=1"],
     "resnet56_cifar": [*IMAGES, "backbone.checkpoint=null"],
@@ -142,7 +143,7 @@ def test_every_backbone_is_among_them():
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*enable_nested_tensor.*")
 @pytest.mark.parametrize("backbone", marked(BACKBONES, FAST))
 def test_a_comparison_repeats_itself_with_every_backbone(backbone, rows, request):
-    if backbone == "bert":
+    if backbone in ("bert", "hf"):
         request.getfixturevalue("bert")
     for package in {"timm": ["timm", "bit_r50x1", "vit_b16"], "open_clip": ["open_clip", "clip_vit_b32"]}.items():
         if backbone in package[1]:
