@@ -2,7 +2,7 @@
 
     python speed/update.py            RMD on 1,000,000 x 512, K=100, 1,000 rows to add, on one thread (about 3 minutes)
 
-The two sides take turns in one run and the best of several counts (of an update five in each turn), in CPU time, to which
+The two sides take turns in one run and the best of several counts (of an update five a turn), in CPU time, to which
 other jobs on the machine add little. The refit streams over one block of float32 features again and again, so that 2 GB
 of them need not fit into memory: reading them from a disk would come on top.
 """
