@@ -1,4 +1,4 @@
-"""Where files are worked on: a pool of processes, or Ray. Both map a function over files; neither knows what it does."""
+"""Where files are worked on: a pool of processes, or Ray. Both map a function over files, whatever it does."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def check_engine(engine: str, workers: int | None) -> None:
 
 
 def map_files(
-    engine: str, function: Callable[[Item], Result], items: Sequence[Item], workers: int | None
-) -> Iterable[Result]:
-    """What a function gives for each item, in their order."""
+    engine: str, function: Callable[[Item], str], items: Sequence[Item], workers: int | None
+) -> Iterable[str]:
+    """What a function gives for each item, a text, in their order."""
     if engine == "ray":
         return _ray_map(function, items, workers)
     return _local_map(function, items, workers)
@@ -105,11 +105,11 @@ def _local_map(function: Callable[[Item], Result], items: Sequence[Item], worker
 class _Actor:
     """Holds the function, with what it has loaded, for all files that come to its process."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> None:
+        self.function, self.items = function, items
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {"number": batch["number"], "result": [self.function(item) for item in batch["item"]]}
+        return {"id": batch["id"], "result": [self.function(self.items[number]) for number in batch["id"]]}
 
 
 def _ray_reduce(
@@ -130,14 +130,16 @@ def _ray_reduce(
     return found
 
 
-def _ray_map(function: Callable[[Item], Result], items: Sequence[Item], workers: int | None) -> list[Result]:
+def _ray_map(function: Callable[[Item], str], items: Sequence[Item], workers: int | None) -> list[str]:
     ray = _start_ray()
     data = require("ray.data", "ray", needed_by="engine=ray")
     count = min(workers or max(1, int(ray.cluster_resources().get("CPU", 1))), len(items))
     with _original_errors():
-        table = data.from_items([{"number": number, "item": item} for number, item in enumerate(items)])
-        rows = table.map_batches(_Actor, fn_constructor_args=(function,), batch_size=1, concurrency=count).take_all()
-    return [row["result"] for row in sorted(rows, key=lambda row: row["number"])]
+        numbers = data.range(len(items), override_num_blocks=len(items))
+        rows = numbers.map_batches(
+            _Actor, fn_constructor_args=(function, items), batch_size=1, compute=data.ActorPoolStrategy(size=count)
+        ).take_all()
+    return [row["result"] for row in sorted(rows, key=lambda row: row["id"])]
 
 
 def _start_ray() -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
+import fsspec  # type: ignore[import-untyped]
 import pyarrow as pa  # type: ignore[import-untyped]
 from pyarrow import fs
 
@@ -65,12 +66,13 @@ def list_files(paths: Paths) -> list[TableFile]:
         found += [(_full(place, item.path), item) for item in inside]
     if not found:
         raise FileNotFoundError(f"there is no {' or '.join(ENDINGS)} file in {', '.join(places) or 'no paths'}.")
-    depth = len(os.path.commonprefix(roots))
+    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*roots, strict=False))
+    depth = len(list(shared))
     files = sorted(
         (TableFile(full, "/".join(item.path.split("/")[depth:]), _version(item)) for full, item in found),
         key=lambda file: file.name,
     )
-    for before, after in zip(files, files[1:], strict=False):
+    for before, after in itertools.pairwise(files):
         if before.name == after.name:
             raise ValueError(f"{after.path} is given twice. Its rows would count twice.")
     return files

@@ -95,7 +95,7 @@ def score_table(
 
 @dataclass(frozen=True)
 class _ScoresOf:
-    """From a file to a file of its scores, unless that is there; a sentence about a bad file."""
+    """From a file to a file of its scores, unless that is there; a sentence about a bad file, or none."""
 
     detector: bytes
     columns: Columns
@@ -103,17 +103,17 @@ class _ScoresOf:
     on_bad: OnBad
     out: str
 
-    def __call__(self, file: TableFile) -> str | None:
+    def __call__(self, file: TableFile) -> str:
         target, made_of = self.target(file), self._made_of(file)
         if _made_of_what(target) == made_of:
-            return None
+            return ""
         try:
             self._write(file, target, made_of)
         except DataFormatError as error:
             if self.on_bad == "raise":
                 raise
             return str(error)
-        return None
+        return ""
 
     def target(self, file: TableFile) -> str:
         """Where the scores of a file go."""

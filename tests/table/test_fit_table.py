@@ -177,7 +177,7 @@ def test_a_table_without_labelled_rows_says_so(tmp_path, blobs):
 def test_paths_and_options_that_cannot_be_are_refused(tmp_path, blobs):
     z, y, _ = blobs
     (path,) = write_parts(tmp_path / "table", z, y)
-    with pytest.raises(FileNotFoundError, match="there is no file or folder .*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"there is no file or folder .*nowhere"):
         fit_table(RMD(), tmp_path / "nowhere")
     (tmp_path / "nothing").mkdir()
     with pytest.raises(FileNotFoundError, match=r"there is no \.parquet or .* file in"):
@@ -190,7 +190,7 @@ def test_paths_and_options_that_cannot_be_are_refused(tmp_path, blobs):
         fit_table(RMD(), path, on_bad="ignore")
     with pytest.raises(ValueError, match="workers must be at least 1"):
         fit_table(RMD(), path, workers=0)
-    with pytest.raises(ValueError, match="RelativeFlow is not fitted on moments.*Take RMD"):
+    with pytest.raises(ValueError, match=r"RelativeFlow is not fitted on moments.*Take RMD"):
         fit_table(RelativeFlow(), path)
 
 
