@@ -26,7 +26,10 @@ _EXPORTS = {
     "OODScores": "compare.metrics",
     "PartialMahalanobis": "detectors.mahalanobis",
     "RelativeFlow": "detectors.flows.detectors",
+    "fit_table": "table.fit",
     "load_detector": "detectors.base",
+    "score_table": "table.score",
+    "table_state": "table.fit",
 }
 
 __all__ = [*_EXPORTS, "__version__"]
@@ -44,5 +47,7 @@ if TYPE_CHECKING:
     from rmd_plugin.detectors.moments import Moments
     from rmd_plugin.guard.guard import Guard
     from rmd_plugin.monitor.callback import OODMonitor
+    from rmd_plugin.table.fit import fit_table, table_state
+    from rmd_plugin.table.score import score_table
 
 __getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

@@ -32,14 +32,15 @@ class DataFormatError(ValueError):
 
     def __init__(self, path: str | os.PathLike[str], reason: str, offset: int | None = None) -> None:
         self.path = Path(path)
+        self._given = path  # a Path would make s3:/ of s3://
         self.reason = reason
         self.offset = offset
         place = "" if offset is None else f" at byte {offset}"
         super().__init__(f"{path}{place}: {reason}")
 
-    def __reduce__(self) -> tuple[type[DataFormatError], tuple[Path, str, int | None]]:
+    def __reduce__(self) -> tuple[type[DataFormatError], tuple[str | os.PathLike[str], str, int | None]]:
         # the default would rebuild it from the message alone; data loader workers send errors by pickle
-        return type(self), (self.path, self.reason, self.offset)
+        return type(self), (self._given, self.reason, self.offset)
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
