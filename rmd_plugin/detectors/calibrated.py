@@ -257,15 +257,6 @@ class Calibrated(Detector):
         """
         return self._require_calibration().threshold(self.alpha if alpha is None else alpha, confidence)
 
-    def judge(self, values: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Scores, classes (None unless ``per_class``), p-values and decisions, each of shape (B,), in one pass.
-
-        Of features; of logits for a detector on logits.
-        """
-        scores, classes = self._scored("logits" if isinstance(self.detector, LogitsDetector) else "features", values)
-        decisions = self._is_ood(scores, classes, None, None)
-        return scores, classes, self._p_value(scores, classes, None), decisions
-
     def _p_value(self, scores: Tensor, classes: Tensor | None, generator: torch.Generator | None) -> Tensor:
         return self._require_calibration().p_value(scores, classes, generator=generator)
 
