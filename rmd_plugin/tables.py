@@ -140,7 +140,7 @@ class Table:
         width = None
         for file in self.files:
             start = 0
-            with _named(file):
+            with naming(file):
                 for found in self._rows(file, rows):
                     if width not in (None, found.features.shape[1]):
                         raise DataFormatError(
@@ -154,7 +154,7 @@ class Table:
     def layout(self) -> Layout | None:
         """Where the features lie, if they are plain numbers in one file; None if they have to be decoded."""
         file = self.files[0]
-        with _named(file):
+        with naming(file):
             if self._ending in _ARRAYS:
                 return _find_arrays(file, self)[0].layout()
             found = find_lists(file, self._columns) if self._ending in ARROW else None
@@ -181,8 +181,8 @@ class Table:
 
 
 @contextlib.contextmanager
-def _named(file: Path) -> Iterator[None]:
-    """Errors of the libraries as ours, with the file."""
+def naming(file: Path) -> Iterator[None]:
+    """Errors of the libraries about the content of a file as ours, with its name."""
     try:
         yield
     except DataFormatError:
