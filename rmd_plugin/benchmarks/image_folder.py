@@ -44,7 +44,7 @@ class ImageFolder(OwnData):
 
     def read(self) -> Mapping[str, Rows]:
         """Find the pictures and check that each can be read."""
-        self.path = find_path(self.path, self.data_dir, "folder")
+        self.path = find_path(self.path, self.data_dir, "folder or CSV of pictures")
         found = self._from_folders(self.path) if self.path.is_dir() else self._from_table(self.path)
         return without_bad(found, self.on_bad, self.path)
 

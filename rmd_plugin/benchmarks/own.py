@@ -136,6 +136,8 @@ class OwnData(OODBenchmark):
             count = len(source) if indices is None else len(indices)
             if name in _TAKEN or not name or "/" in name:
                 raise self._error(f"an OOD set cannot be named {name[:60]!r}: rename it")
+            if count == 0:
+                raise self._error(f"the OOD set {name!r} is empty")
             sets.append(OODSet(name, tags.get(name, ""), Split(source, np.zeros(count), indices)))
         names = [item.name for item in sets]
         twice = {str(name) for name in self.near} & {str(name) for name in self.far}
