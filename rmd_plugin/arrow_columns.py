@@ -77,7 +77,7 @@ def choose_columns(
     twice = [name for name in schema.names if schema.names.count(name) > 1]
     if twice:
         raise DataFormatError(file, f"two columns are called {twice[0]!r}")
-    have = ", ".join(f"{field.name} ({field.type})" for field in list(schema)[:20]) or "nothing"
+    have = ", ".join(f"{field.name} ({field.type})" for field in list(schema)[:20])[:500] or "nothing"
     labels, split = (name if name in schema.names else None for name in (labels, split))
     others = [field for field in schema if field.name not in (labels, split)]
     if features is not None:
@@ -135,12 +135,15 @@ def read_rows(file: Path, columns: Columns, rows: int) -> Iterator[Rows]:
         if found != expected:
             what = "is not there" if found is None else f"is {found}"
             raise DataFormatError(file, f"column {name!r} {what}; in the first file of the table it is {expected}")
-    start, width = 0, None
+    start, numbers, width = 0, 0, None
     for batch in _batches(file, columns.names, rows):
         for place in range(0, len(batch), rows):
             part = batch.slice(place, rows)
             features = read_matrix(file, start, part, columns, width)
             width = features.shape[1]
+            numbers += features.size
+            if file.suffix.lower() in PARQUET:  # a few bytes of it may stand for any number of rows
+                check_size(file, 4 * numbers, _MAX_BYTES, packed=os.path.getsize(file))
             yield Rows(
                 features,
                 None if columns.labels is None else _labels(file, start, part, columns.labels),
@@ -153,10 +156,6 @@ def _batches(file: Path, names: list[str], rows: int) -> Iterator[pa.RecordBatch
     if file.suffix.lower() in PARQUET:
         # page by page: a row group may be as large as the file
         with pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as opened:
-            groups = [opened.metadata.row_group(number) for number in range(opened.num_row_groups)]
-            chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
-            numbers = sum(item.num_values for item in chunks if item.path_in_schema.startswith(tuple(names)))
-            check_size(file, 4 * numbers, _MAX_BYTES, packed=os.path.getsize(file))
             yield from opened.iter_batches(rows, columns=names, use_threads=False)
         return
     with _reader(file) as (reader, _):

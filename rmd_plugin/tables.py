@@ -16,6 +16,7 @@ types are refused with file, row and column.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -139,7 +140,7 @@ class Table:
         width = None
         for file in self.files:
             start = 0
-            with _named(file):
+            with naming(file):
                 for found in self._rows(file, rows):
                     if width not in (None, found.features.shape[1]):
                         raise DataFormatError(
@@ -153,7 +154,7 @@ class Table:
     def layout(self) -> Layout | None:
         """Where the features lie, if they are plain numbers in one file; None if they have to be decoded."""
         file = self.files[0]
-        with _named(file):
+        with naming(file):
             if self._ending in _ARRAYS:
                 return _find_arrays(file, self)[0].layout()
             found = find_lists(file, self._columns) if self._ending in ARROW else None
@@ -180,14 +181,15 @@ class Table:
 
 
 @contextlib.contextmanager
-def _named(file: Path) -> Iterator[None]:
-    """Errors of the libraries as ours, with the file."""
+def naming(file: Path) -> Iterator[None]:
+    """Errors of the libraries about the content of a file as ours, with its name."""
     try:
         yield
     except DataFormatError:
         raise
     except Exception as error:  # the libraries raise nearly every kind on garbage
-        if isinstance(error, OSError) and error.errno is not None:  # of the system; Arrow's about the content have none
+        # of the system; those about the content have no number, or say that there is no such place in the file
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise DataFormatError(file, f"cannot be read: {brief(error)}") from None
 
@@ -255,7 +257,7 @@ def _find_arrays(file: Path, table: Table) -> tuple[_Array, _Array | None, _Arra
     """Features, labels and splits of a file of arrays, their shapes checked."""
     ending = file.suffix.lower()
     found = {".npy": _npy_arrays, ".npz": _npz_arrays, ".safetensors": _safetensors_arrays}[ending](file, table)
-    have = ", ".join(f"{array.name} {array.shape}" for array in found.values()) or "nothing"
+    have = ", ".join(f"{array.name} {array.shape}" for array in found.values())[:500] or "nothing"
     name = table.features
     if name is None:
         tables = [array.name for array in found.values() if len(array.shape) == 2]
@@ -308,8 +310,7 @@ def _npz_arrays(file: Path, table: Table) -> dict[str, _Array]:
     found = {}
     with zipfile.ZipFile(file) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
-        wanted = [table.features, table.labels, table.split]
-        check_zip(file, _MAX_BYTES, [item for item in members if item.filename.removesuffix(".npy") in wanted])
+        check_zip(file, _MAX_BYTES, members)
         for member in members:
             name = member.filename.removesuffix(".npy")
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):

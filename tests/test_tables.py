@@ -309,6 +309,12 @@ def test_a_small_file_of_many_rows_is_refused_before_they_are_written(tmp_path):
         list(Table(tmp_path / "a.parquet").batches())
 
 
+def test_a_small_archive_that_unpacks_to_much_is_refused(tmp_path):
+    np.savez_compressed(tmp_path / "a.npz", embedding=np.zeros((40_000, 512), np.float32))
+    with pytest.raises(DataFormatError, match=r"unpacks to more than .*RMD_MAX_GIB=1"):
+        list(Table(tmp_path / "a.npz").batches())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [".parquet", ".arrow", ".npz", "packed.npz", ".npy", ".safetensors"])
 def test_a_large_table_is_streamed_in_little_memory(tmp_path, ending):

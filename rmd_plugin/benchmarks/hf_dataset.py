@@ -16,7 +16,7 @@ from rmd_plugin.arrow_columns import Columns, as_objects, is_list, read_matrix
 from rmd_plugin.downloads import hub_unavailable
 from rmd_plugin.extras import require
 from rmd_plugin.pictures import decode_picture, read_content
-from rmd_plugin.tables import check_finite
+from rmd_plugin.tables import check_finite, naming
 from rmd_plugin.untrusted import one_line
 
 from .errors import DataFormatError, DataNotFoundError
@@ -80,8 +80,9 @@ class HFDataset(OwnData):
             data, where = found[split], Path(str(self.path)) / split
             if column not in data.features:
                 raise DataFormatError(where, f"has no column {column!r}; it has {', '.join(data.features)}")
-            labels = np.zeros(len(data)) if key.startswith(OOD) else self._labels(data, where)
-            rows[key] = Rows(_source(data, column, where), labels, where)
+            with naming(where):
+                labels = np.zeros(len(data)) if key.startswith(OOD) else self._labels(data, where)
+                rows[key] = Rows(_source(data, column, where), labels, where)
         rows = self._without_classes(rows, [str(name) for name in self.ood if str(name) not in found])
         return without_bad(rows, self.on_bad, self.path) if isinstance(rows[TRAIN].source, _Pictures) else rows
 
@@ -117,7 +118,9 @@ class HFDataset(OwnData):
         names = getattr(data.features[self.label], "names", None)
         if names != self._names:
             raise DataFormatError(where, f"has the classes {names}, the training data have {self._names}")
-        values = data.select_columns([self.label]).with_format("arrow")[:][self.label].to_pylist() if len(data) else []
+        table = data.select_columns([self.label]).with_format("arrow")[:]
+        table.validate(full=True)
+        values = table[self.label].to_pylist()
         for row, value in enumerate(values):
             unlabelled = value is None or (names is not None and value < 0)
             if unlabelled or isinstance(value, bool) or not isinstance(value, str | int):

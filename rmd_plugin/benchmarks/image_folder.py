@@ -44,7 +44,7 @@ class ImageFolder(OwnData):
 
     def read(self) -> Mapping[str, Rows]:
         """Find the pictures and check that each can be read."""
-        self.path = find_path(self.path, self.data_dir, "folder")
+        self.path = find_path(self.path, self.data_dir, "folder or CSV of pictures")
         found = self._from_folders(self.path) if self.path.is_dir() else self._from_table(self.path)
         return without_bad(found, self.on_bad, self.path)
 
@@ -123,6 +123,6 @@ def _inside(table: Path, line: int, given: str) -> str:
     plain = os.path.normpath(given)
     if not given or "\0" in given or os.path.isabs(given) or os.path.splitdrive(given)[0] or ".." in Path(plain).parts:
         raise DataFormatError(
-            table, f"line {line}: the path {given!r} is not one inside of the table's folder; others are not read"
+            table, f"line {line}: the path {given[:200]!r} is not one inside of the table's folder; others are not read"
         )
     return plain

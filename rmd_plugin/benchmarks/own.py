@@ -113,10 +113,13 @@ class OwnData(OODBenchmark):
             )
         return Parts(names, train, test, sets, val=splits.get(VAL, val))
 
+    def _error(self, reason: str) -> DataFormatError:
+        return DataFormatError(self.path, reason)
+
     def _numbered(self, rows: Rows, values: list[Any], inverse: np.ndarray, classes: Mapping[Any, int]) -> Split:
         new = [value for value in values if value not in classes and not _negative(value)]
         if new:
-            shown = ", ".join(repr(str(value)) for value in new[:5]) + (", ..." if len(new) > 5 else "")
+            shown = ", ".join(repr(str(value)[:60]) for value in new[:5]) + (", ..." if len(new) > 5 else "")
             raise DataFormatError(
                 rows.where,
                 f"has {len(new)} classes that are not in train: {shown}. The classes are those of the training data; "
@@ -132,7 +135,9 @@ class OwnData(OODBenchmark):
         for name, source, indices in found:
             count = len(source) if indices is None else len(indices)
             if name in _TAKEN or not name or "/" in name:
-                raise self._error(f"an OOD set cannot be named {name!r}: rename it")
+                raise self._error(f"an OOD set cannot be named {name[:60]!r}: rename it")
+            if count == 0:
+                raise self._error(f"the OOD set {name!r} is empty")
             sets.append(OODSet(name, tags.get(name, ""), Split(source, np.zeros(count), indices)))
         names = [item.name for item in sets]
         twice = {str(name) for name in self.near} & {str(name) for name in self.far}
@@ -200,7 +205,7 @@ def without_bad(found: Mapping[str, Rows], on_bad: str, where: str | Path) -> di
         good = ~np.isin(indices, list(bad[id(rows.source)]))
         gone = set(rows.labels) - set(rows.labels[good])
         if gone:
-            name = key if key.startswith(OOD) else f"the class {min(gone)!r}"
+            name = key if key.startswith(OOD) else f"the class {min(gone)[:60]!r}"
             raise DataFormatError(rows.where, f"no picture of {name} can be read: {listed}")
         kept[key] = Rows(rows.source, rows.labels[good], rows.where, indices[good])
     return kept
@@ -228,7 +233,7 @@ def rows_by_split(
         if key is None:
             place = f"row {places[0]}" if lines is None else f"line {lines[places[0]]}"
             raise DataFormatError(
-                path, f"{place}: the split is {str(value)!r}; train, val, test, ood or ood:NAME is expected"
+                path, f"{place}: the split is {str(value)[:60]!r}; train, val, test, ood or ood:NAME is expected"
             )
         found.setdefault(key, []).append(places)
     order = sorted(found, key=lambda key: (key.startswith(OOD), key))

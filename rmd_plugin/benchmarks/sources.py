@@ -105,32 +105,43 @@ class MappedRows(Source[Layout]):
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         self._ends = np.cumsum([piece.rows for piece in layout.pieces], dtype=np.int64)
-        self._files: dict[str, np.ndarray] = {}
+        self._views: dict[str | int, np.ndarray] = {}  # of whole files by path, and of the pieces in them by number
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": {}}
+        return {**self.__dict__, "_views": {}}
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.from_numpy(self._row(int(index)).astype(np.float32))  # a copy
-
-    def _row(self, index: int) -> np.ndarray:
         place = int(np.searchsorted(self._ends, index, side="right"))
-        piece = self.items.pieces[place]
-        if piece.path not in self._files:
-            self._files[piece.path] = np.memmap(piece.path, np.uint8, "r")
-        dtype = np.dtype(self.items.dtype)
-        row = index - int(self._ends[place]) + piece.rows
-        offset = piece.offset + row * self.items.width * dtype.itemsize
-        return np.ndarray((self.items.width,), dtype, self._files[piece.path], offset)
+        row = index - int(self._ends[place]) + self.items.pieces[place].rows
+        return torch.from_numpy(self._view(place)[row].astype(np.float32))  # a copy
+
+    def _take(self, indices: np.ndarray) -> np.ndarray:
+        """Copies of some rows, shape (B, D), float32."""
+        rows = np.empty((len(indices), self.items.width), dtype="<f4")
+        places = np.searchsorted(self._ends, indices, side="right")
+        for place in np.unique(places):
+            mine = np.flatnonzero(places == place)
+            first = self._ends[place] - self.items.pieces[place].rows
+            rows[mine] = self._view(int(place))[indices[mine] - first]
+        return rows
+
+    def _view(self, place: int) -> np.ndarray:
+        if place not in self._views:
+            path, offset, rows = self.items.pieces[place]
+            if path not in self._views:
+                self._views[path] = np.memmap(path, np.uint8, "r")
+            dtype = np.dtype(self.items.dtype)
+            self._views[place] = np.ndarray((rows, self.items.width), dtype, self._views[path], offset)
+        return self._views[place]
 
     def _chunks(self, indices: np.ndarray) -> Iterator[bytes]:
         # as TensorRows of the same numbers, whatever the files are
         yield f"torch.float32 tensor <f4 {(self.items.width,)} {len(indices)}\n".encode()
-        for index in indices:
-            yield self._row(int(index)).astype("<f4").tobytes()
+        for start in range(0, len(indices), _HASH_ROWS):
+            yield self._take(indices[start : start + _HASH_ROWS]).tobytes()
 
 
 class Texts(Source[Sequence[str]]):

@@ -93,6 +93,15 @@ def test_a_probe_can_still_be_asked_for(run, tmp_path):
     assert select(folder.read_rows(), metric="ACC")[0].value > 0.95
 
 
+@pytest.mark.parametrize("name", ["embeddings", "features", "hf_dataset", "image_folder", "text_file"])
+@pytest.mark.parametrize("command", ["rmd-compare", "rmd-train"])
+def test_the_help_explains_the_options_of_the_chosen_benchmark(run, command, name):
+    _, out = run(command, f"benchmark={name}", "--help")
+    text = (config_kit.CONF / "benchmark" / f"{name}.yaml").read_text()
+    shown = out.partition("== Options of this benchmark (benchmark.name=value) ==")[2].partition("\n==")[0]
+    assert shown.strip() == text[text.index("_target_") :].strip()
+
+
 def without_ood(tmp_path):
     content = {key: value for key, value in arrays().items() if not key.startswith("near")}
     np.savez(tmp_path / "a.npz", **content)

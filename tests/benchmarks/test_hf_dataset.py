@@ -98,6 +98,9 @@ def test_splits_and_classes_can_be_ood_sets(tmp_path):
     assert items(benchmark.test_oods[0]) == ["c 1", "c 4", "c 7"]
     assert items(benchmark.test_oods[1]) == [f"d {i}" for i in range(5)]
     assert not {f"a {i}" for i in range(1, 30, 3)} & set(items(benchmark.fit_set()) + items(benchmark.val_set()))
+    one = {"text": ["c"], "label": [0]}
+    with pytest.raises(DataFormatError, match="the OOD set 'ant' is empty"):
+        HFDataset(save(tmp_path / "b", classes("zebra", "ant", "bee"), train=texts(30, "a"), test=one), ood=["ant"])
     with pytest.raises(DataFormatError, match=r"ood=cow is neither a split nor a class; classes are \['ant'"):
         HFDataset(path, ood=["cow"])
 

@@ -156,7 +156,9 @@ def test_a_path_is_looked_for_here_and_in_the_data_folder(photos, monkeypatch):
     monkeypatch.delenv("RMD_DATA_DIR", raising=False)
     monkeypatch.chdir("/")
     assert ImageFolder("photos", data_dir=photos.parent).path == photos
-    with pytest.raises(DataNotFoundError, match=r"no folder: looked for nowhere; .*nowhere\. Pass path=FOLDER"):
+    with pytest.raises(
+        DataNotFoundError, match=r"no folder or CSV of pictures: looked for nowhere; .*nowhere\. Pass path=FOLDER"
+    ):
         ImageFolder("nowhere", data_dir=photos.parent)
     with pytest.raises(DataNotFoundError, match="RMD_DATA_DIR is not set"):
         ImageFolder("nowhere")

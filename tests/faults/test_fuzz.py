@@ -29,7 +29,7 @@ from PIL import Image
 
 from rmd_plugin import RMD, ClassMoments, Moments, load_detector
 from rmd_plugin.backbones.checkpoint import read_state_dict
-from rmd_plugin.benchmarks import Embeddings, ImageFolder, TextFile
+from rmd_plugin.benchmarks import Embeddings, HFDataset, ImageFolder, TextFile
 from rmd_plugin.benchmarks.clinc import read_clinc
 from rmd_plugin.benchmarks.genomics import read_table_reads, read_tfrecord_reads
 from rmd_plugin.benchmarks.readers.arrays import read_npy, read_pt
@@ -162,6 +162,23 @@ def read_picture_table(path: Path) -> None:
     assert {os.path.dirname(file) for file in benchmark.fit_set().source.items} <= {str(path.parent)}
 
 
+def saved_dataset(path: Path) -> Path:
+    """The file of a data set of Hugging Face, in a folder beside the path."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    folder = path.with_name(f"{path.name}.saved")
+    content = {"text": [f"é {i}" for i in range(4)], "label": [i % 2 for i in range(4)]}
+    datasets.Dataset.from_dict(content).save_to_disk(str(folder))
+    (file,) = folder.glob("*.arrow")
+    return file
+
+
+def read_saved_dataset(path: Path) -> None:
+    file = saved_dataset(path)
+    file.write_bytes(path.read_bytes())
+    assert all(isinstance(text, str) for text, _ in HFDataset(file.parent, test_fraction=0.5).fit_set())
+
+
 def fitted() -> RMD:
     z = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
     return RMD().fit_features(z, torch.arange(60) % 2)
@@ -239,6 +256,7 @@ TARGETS = {
     "pictures.csv": Target(
         lambda path: path.write_text("path,label\na.png,x\n./a.png,x\na.png,y\na.png,y\n"), read_picture_table
     ),
+    "hf.arrow": Target(lambda path: path.write_bytes(saved_dataset(path).read_bytes()), read_saved_dataset),
     "ckpt": Target(lambda path: torch.save(CHECKPOINT, path), read_state_dict),
     "old.ckpt": Target(
         lambda path: torch.save(CHECKPOINT, path, _use_new_zipfile_serialization=False), read_state_dict

@@ -12,6 +12,7 @@ from .text import strict_json
 
 ENDINGS = (".csv", ".jsonl")
 _MAX_BYTES = 1 << 28
+_SHOWN = 300  # letters of names in an error
 
 
 def read_records(
@@ -32,7 +33,7 @@ def read_records(
     for line, values in rows:
         missing = [name for name in required if name not in values]
         if missing:
-            have = ", ".join(map(str, values)) or "nothing"
+            have = ", ".join(map(str, values))[:_SHOWN] or "nothing"
             raise DataFormatError(path, f"line {line}: there is no {missing[0]!r}; there is {have}")
         yield line, [values.get(name) for name in (*required, *optional)]
 
@@ -49,10 +50,13 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, object]]]:
             if not header:
                 header = [name.strip() for name in cells]
                 if len(set(header)) < len(header):
-                    raise DataFormatError(path, f"line {line}: two columns have the same name: {', '.join(header)}")
+                    raise DataFormatError(
+                        path, f"line {line}: two columns have the same name: {', '.join(header)[:_SHOWN]}"
+                    )
             elif len(cells) != len(header):
                 raise DataFormatError(
-                    path, f"line {line} has {len(cells)} cells, {len(header)} are expected: {', '.join(header)}"
+                    path,
+                    f"line {line} has {len(cells)} cells, {len(header)} are expected: {', '.join(header)[:_SHOWN]}",
                 )
             else:
                 yield line, dict(zip(header, cells, strict=True))
