@@ -135,7 +135,8 @@ def _ray_map(function: Callable[[Item], str], items: Sequence[Item], workers: in
     data = require("ray.data", "ray", needed_by="engine=ray")
     count = min(workers or max(1, int(ray.cluster_resources().get("CPU", 1))), len(items))
     with _original_errors():
-        numbers = data.range(len(items), override_num_blocks=len(items))
+        # not data.range: its tasks would wait for ever on processors that the actors hold
+        numbers = data.from_items([{"id": number} for number in range(len(items))], override_num_blocks=len(items))
         rows = numbers.map_batches(
             _Actor, fn_constructor_args=(function, items), batch_size=1, compute=data.ActorPoolStrategy(size=count)
         ).take_all()
