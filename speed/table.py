@@ -157,6 +157,8 @@ def growth(picture: str, rounds: int) -> None:
         for side, label in enumerate(("fit_table", "score_table")):
             axis.loglog(values, [pair[side] for pair in found], "o-", label=f"{label}: {exponents[side]:.2f}")
         axis.set_xlabel({"rows": "N", "width": "D", "classes": "K"}[name])
+        axis.set_xticks(values, [f"{value:,}" for value in values])
+        axis.minorticks_off()
         axis.legend(title="exponent", frameon=False)
     axes[0].set_ylabel("processor seconds, one worker")
     figure.savefig(picture, dpi=110)

@@ -35,10 +35,8 @@ def score_tables(
         )
     if alpha is not None:
         guard.detector.alpha = alpha
-    columns = {"features": options["features"]} if "features" in options else {}
-    written = score_table(
-        guard.detector, list(places), out, engine=options["engine"], workers=workers or None, **columns
-    )
+    features, engine = options.get("features", "embedding"), options["engine"]
+    written = score_table(guard.detector, list(places), out, features, engine, workers=workers or None)
     rows = flagged = 0
     for path in written:
         with opened(path) as stream, pq.ParquetFile(stream) as file:
