@@ -33,6 +33,7 @@ _OPTIONS = {
     "text": "column of the texts in CSV, JSONL, Parquet (default: text)",
     "features": "column of the features in Parquet (default: embedding)",
     "id": "column that names the rows (default: FILE:ROW, from 0 on)",
+    "engine": "local or ray: Parquet features of any size, a file of scores for each; goes on in out=FOLDER",
 }
 _NAMES_SHOWN = 5
 
@@ -65,6 +66,18 @@ def _score(guard_path: str, places: Sequence[str], options: Mapping[str, str], *
     from rmd_plugin.report.score_page import ScoringRun, write_scores_page
     from rmd_plugin.report.score_summary import summarise_scores
 
+    if "engine" in options:
+        from rmd_plugin.app.score_tables import score_tables
+
+        flagged = score_tables(
+            Guard.load(guard_path),
+            places,
+            out,
+            options,
+            alpha=settings["alpha"],
+            workers=settings.get("num_workers", 0),
+        )
+        return 3 if fail_on_ood and flagged else 0
     guard = Guard.load(guard_path, device=choose_device(options.get("device", "auto")))
     alpha = guard.alpha if settings["alpha"] is None else settings["alpha"]
     threshold = guard.threshold_at(alpha)  # refuses one that is too small for the calibration samples
@@ -102,7 +115,8 @@ def _parser() -> argparse.ArgumentParser:
         "  rmd-score guard photos_new/\n"
         "  rmd-score guard photos_new/ out=scores resume=true num_workers=4\n"
         "  rmd-score guard new.csv text=question alpha=0.01 --fail-on-ood\n"
-        "  rmd-score guard embeddings/ features=vector id=url\n\n"
+        "  rmd-score guard embeddings/ features=vector id=url\n"
+        "  rmd-score guard embeddings/ features=vector engine=ray out=scores\n\n"
         "INPUT: a folder of pictures, pictures, a .txt list or a CSV (column path) of paths relative to it; for texts\n"
         "CSV, JSONL or Parquet; for features Parquet or .npy. A folder of Parquet files is one table.",
         epilog="options:\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from joblib import Parallel, delayed  # type: ignore[import-untyped]
@@ -125,8 +124,14 @@ def _ray_reduce(
     def merge(first: Result, second: Result) -> Result:
         return add(first, second)
 
-    with _original_errors():
+    try:
         found: Result = ray.get(tree_sum(map(work.remote, items), merge.remote))
+    except ray.exceptions.RayTaskError as error:
+        # our own error, which one task has passed on to the next
+        cause: BaseException = error
+        while isinstance(cause, ray.exceptions.RayTaskError):
+            cause = cause.cause
+        raise (cause if isinstance(cause, DataFormatError) else error) from None
     return found
 
 
@@ -134,11 +139,11 @@ def _ray_map(function: Callable[[Item], str], items: Sequence[Item], workers: in
     ray = _start_ray()
     data = require("ray.data", "ray", needed_by="engine=ray")
     count = min(workers or max(1, int(ray.cluster_resources().get("CPU", 1))), len(items))
-    with _original_errors():
-        numbers = data.range(len(items), override_num_blocks=len(items))
-        rows = numbers.map_batches(
-            _Actor, fn_constructor_args=(function, items), batch_size=1, compute=data.ActorPoolStrategy(size=count)
-        ).take_all()
+    # not data.range: its tasks would wait for ever on processors that the actors hold
+    numbers = data.from_items([{"id": number} for number in range(len(items))], override_num_blocks=len(items))
+    rows = numbers.map_batches(
+        _Actor, fn_constructor_args=(function, items), batch_size=1, compute=data.ActorPoolStrategy(size=count)
+    ).take_all()
     return [row["result"] for row in sorted(rows, key=lambda row: row["id"])]
 
 
@@ -148,17 +153,3 @@ def _start_ray() -> Any:
     if not ray.is_initialized():
         ray.init()
     return ray
-
-
-@contextmanager
-def _original_errors() -> Iterator[None]:
-    """Errors of our functions as they were raised, without Ray's around them."""
-    try:
-        yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, DataFormatError):
-            cause = getattr(cause, "cause", None) or cause.__cause__
-        if cause is None:
-            raise
-        raise cause from None

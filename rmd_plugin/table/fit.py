@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import xxhash
 from pytorch_ood.api import Detector
+from torch import Tensor
 
 from rmd_plugin.detectors.calibrated import bare
 from rmd_plugin.detectors.class_moments import ClassMoments
@@ -184,12 +186,11 @@ class _StateOf:
 
 
 def _collect(metric: ClassMoments, file: TableFile, columns: Columns, width: int | None) -> Moments | None:
-    metric = metric.clone()
-    metric.reset()
+    metric = copy.deepcopy(metric)  # the empty one serves the next file
     start = 0
     for features, labels in read_batches(file, columns, width):
         try:
-            metric.update(features, labels)
+            metric.update(features, cast(Tensor, labels))
         except (TypeError, ValueError) as error:
             raise DataFormatError(file.path, f"rows {start} to {start + len(features) - 1}: {error}") from None
         start += len(features)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,8 +19,6 @@ from rmd_plugin.table.fit import OnBad, check_on_bad, note, refuse
 from rmd_plugin.table.places import ENDINGS, Paths, TableFile, exists, join, list_files, opened, replacing
 from rmd_plugin.table.reading import Columns, check_files, read_batches
 from rmd_plugin.untrusted import DataFormatError
-
-log = logging.getLogger(__name__)
 
 #: in the metadata of a file of scores: what it was made of
 _MADE_OF = b"rmd_plugin.scores_of"
@@ -82,25 +79,26 @@ def score_table(
     content, columns = io.BytesIO(), Columns(features)
     detector.save(content)  # type: ignore[attr-defined]
     files = list_files(paths)
-    work = _ScoresOf(content.getvalue(), columns, inner.num_features, on_bad, os.fspath(out))
+    work = _ScoresOf(content.getvalue(), columns, inner.num_features, os.fspath(out))
     for file in files:
         work.check_target(file)
-    files, _ = check_files(files, columns, inner.num_features, refuse if on_bad == "raise" else note)
+    tell = refuse if on_bad == "raise" else note
+    files, _ = check_files(files, columns, inner.num_features, tell)
     if not files:
         return []
-    for sentence in filter(None, map_files(engine, work, files, workers)):
-        log.warning("skipped %s", sentence)
+    for file, reason in zip(files, map_files(engine, work, files, workers), strict=True):
+        if reason:
+            tell(DataFormatError(file.path, reason))
     return [target for target in map(work.target, files) if exists(target)]
 
 
 @dataclass(frozen=True)
 class _ScoresOf:
-    """From a file to a file of its scores, unless that is there; a sentence about a bad file, or none."""
+    """From a file to a file of its scores, unless that is there; what is wrong with a bad file, or an empty text."""
 
     detector: bytes
     columns: Columns
     width: int
-    on_bad: OnBad
     out: str
 
     def __call__(self, file: TableFile) -> str:
@@ -110,9 +108,7 @@ class _ScoresOf:
         try:
             self._write(file, target, made_of)
         except DataFormatError as error:
-            if self.on_bad == "raise":
-                raise
-            return str(error)
+            return error.reason  # not raised: Ray Data would show it as an error of its own
         return ""
 
     def target(self, file: TableFile) -> str:
