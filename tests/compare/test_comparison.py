@@ -35,7 +35,8 @@ def everything():
 
 def test_every_detector_of_the_framework_has_numbers_or_a_reason(everything):
     reasons = {row.detector: row.reason for row in everything.rows if not row.ok and row.metric == "AUROC"}
-    assert set(reasons) == {"Gram", "MultiMahalanobis", "RankFeat", "MCM", "WeightedEBO"}
+    assert set(reasons) == {"RankFeat", "MCM", "WeightedEBO"}
+    assert reasons["RankFeat"] == "needs feature maps, and 1 gives vectors"
     assert all(row.status == "skipped" for row in everything.rows if not row.ok)
     assert set(everything.scores) == {"rmd", "dice", *ALL} - set(reasons)
 
@@ -134,7 +135,7 @@ def test_the_frameworks_own_evaluation_gives_the_same_auroc(everything):
 
 def test_intervals_hold_the_number_and_can_be_left_out(everything):
     rows = select(everything.rows, metric="AUROC", status="ok")
-    assert all(row.low <= row.value <= row.high for row in rows)
+    assert all(row.low - 1e-12 <= row.value <= row.high + 1e-12 for row in rows)  # AUROC rounds 1 down
     without = select(run({"rmd": RMD}, resamples=0).rows, metric="AUROC")
     assert without
     assert all(math.isnan(row.low) for row in without)
