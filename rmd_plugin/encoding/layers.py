@@ -95,7 +95,7 @@ def _stages(network: nn.Module, x: Any) -> dict[str, nn.Module]:
     areas = [tuple(outputs[name].shape[2:]) if outputs[name].ndim == 4 else () for name in best]
     if len(set(areas)) == 1:  # one size: of those without parameters nothing new comes
         return {name: layers[name] for name in best if _parameters(layers[name])}
-    last = {area: name for area, name in zip(areas, best, strict=True)}
+    last = dict(zip(areas, best, strict=True))
     return {name: layers[name] for name in best if name in last.values()}
 
 

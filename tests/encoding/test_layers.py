@@ -69,7 +69,7 @@ def test_layers_that_there_are_not_are_named_with_what_there_is():
         find_layers(network_of_blocks(), ["block.1"], None)
     with pytest.raises(EncodingError, match="layers is empty"):
         find_layers(network_of_blocks(), [], None)
-    with pytest.raises(EncodingError, match="no stages that can be told.*Name the layers: 0"):
+    with pytest.raises(EncodingError, match=r"no stages that can be told.*Name the layers: 0"):
         find_layers(nn.Sequential(nn.Linear(2, 2)), "auto", torch.ones(1, 2))
 
 
@@ -79,7 +79,8 @@ def test_what_a_layer_gave_is_kept_before_the_network_works_on_it_in_place():
     with hearing(network, {"0": network[0]}, lambda layer, output, mask: output.clone()) as found:
         network(x)
     assert torch.equal(found["0"], nn.functional.linear(x, network[0].weight, network[0].bias))
-    assert not network[0]._forward_hooks and not network._forward_pre_hooks
+    assert not network[0]._forward_hooks
+    assert not network._forward_pre_hooks
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.Conv1d(3, 3, 1), nn.Conv2d(3, 3, 1)])
