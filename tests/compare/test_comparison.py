@@ -11,7 +11,7 @@ from scipy.stats import binom
 from tiny_benchmark import CLASSES, Tiny, TinyNet
 from torch import nn
 
-from rmd_plugin import RMD, Calibrated, Mahalanobis, NumericalWarning
+from rmd_plugin import RMD, Calibrated, Mahalanobis, MultiLayer, NumericalWarning
 from rmd_plugin.compare.comparison import compare
 from rmd_plugin.compare.extraction import Extractor
 from rmd_plugin.compare.rows import select
@@ -30,7 +30,8 @@ def run(detectors, backbone=None, benchmark=None, **options):
 
 @pytest.fixture(scope="module")
 def everything():
-    return run({"rmd": RMD, "dice": functools.partial(framework.DICE, p=0.65), **ALL})
+    layers = functools.partial(MultiLayer, detector=RMD(), layers=["0", "2"])
+    return run({"rmd": RMD, "layers": layers, "dice": functools.partial(framework.DICE, p=0.65), **ALL})
 
 
 def test_every_detector_of_the_framework_has_numbers_or_a_reason(everything):
@@ -38,7 +39,7 @@ def test_every_detector_of_the_framework_has_numbers_or_a_reason(everything):
     assert set(reasons) == {"RankFeat", "MCM", "WeightedEBO"}
     assert reasons["RankFeat"] == "needs feature maps, and 1 gives vectors"
     assert all(row.status == "skipped" for row in everything.rows if not row.ok)
-    assert set(everything.scores) == {"rmd", "dice", *ALL} - set(reasons)
+    assert set(everything.scores) == {"rmd", "layers", "dice", *ALL} - set(reasons)
 
 
 def test_rows_are_complete_and_name_what_they_belong_to(everything):
