@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin.detectors.base import StatefulDetector, raise_if_interrupted
 from rmd_plugin.detectors.calibrated import bare
+from rmd_plugin.detectors.multi_layer import MultiLayer
 from rmd_plugin.encoding.batches import Encoded, EncodingError
 from rmd_plugin.encoding.isolation import evaluating
 from rmd_plugin.encoding.layers import LayerChain, LayerNames, find_layers
@@ -69,6 +70,7 @@ _FED: Mapping[type, Representation] = {
     framework.Gram: _LAYERS,
     framework.MultiMahalanobis: _LAYERS,
     framework.RankFeat: _LAYERS,
+    MultiLayer: _LAYERS,
     LogitsDetector: _LOGITS,
     FeaturesDetector: _FEATURES,
     FeatureMapsDetector: _MAPS,
@@ -259,13 +261,15 @@ def _layer_by_layer(kind: type[Detector], parts: NetworkParts, names: LayerNames
     """The network in the parts that a detector on inner layers calls one after the other."""
     if parts.sample is None:
         raise NotSupported("needs feature maps of inner layers, which nobody keeps here")
-    multi = issubclass(kind, framework.MultiMahalanobis)  # has no use for a classifier
     encoder = _need(parts, "encoder")
-    network = encoder if multi else cast(nn.Module, _model(parts, _INPUTS))
     try:
         layers = find_layers(encoder, names, parts.sample)
     except EncodingError as error:
         raise NotSupported(f"needs inner layers: {error}".rstrip(".")) from error
+    if issubclass(kind, MultiLayer):
+        return {"encoder": encoder, "layers": list(layers)}
+    multi = issubclass(kind, framework.MultiMahalanobis)  # has no use for a classifier
+    network = encoder if multi else cast(nn.Module, _model(parts, _INPUTS))
     if issubclass(kind, framework.RankFeat):  # as in its paper: from the last of them
         layers = dict(list(layers.items())[-1:])
     chain = LayerChain(network, layers)
