@@ -21,6 +21,7 @@ _EXPORTS = {
     "Mahalanobis": "detectors.mahalanobis",
     "MarginalMahalanobis": "detectors.mahalanobis",
     "Moments": "detectors.moments",
+    "MultiLayer": "detectors.multi_layer",
     "NumericalWarning": "detectors.functional",
     "OODMonitor": "monitor.callback",
     "OODScores": "compare.metrics",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from rmd_plugin.detectors.fused import FusedRMD
     from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis
     from rmd_plugin.detectors.moments import Moments
+    from rmd_plugin.detectors.multi_layer import MultiLayer
     from rmd_plugin.guard.guard import Guard
     from rmd_plugin.monitor.callback import OODMonitor
     from rmd_plugin.table.fit import fit_table, table_state

@@ -137,6 +137,8 @@ def make_detectors(cfg: DictConfig) -> dict[str, Factory]:
     for name, node in nodes.items():
         options: Any = OmegaConf.to_object(node)
         plain = {key: value for key, value in options.items() if key not in ("_target_", "_partial_", "_convert_")}
+        inner = {key: value for key, value in plain.items() if isinstance(value, dict) and "_target_" in value}
+        plain |= {key: instantiate(value) for key, value in inner.items()}
         made[str(name)] = functools.partial(get_class(node._target_), **plain)
     return made
 

@@ -9,6 +9,7 @@ feature maps     ``fit_feature_maps`` on features as 1 x 1 maps             ``pr
 logits           ``fit_logits``                                             ``predict_logits``
 head             ``fit`` on a loader of features, the head as the model     ``predict`` on features, with gradients
 inputs           ``fit`` on a loader of inputs, the network as the model    ``predict`` on inputs, with gradients
+layers           ``fit`` on a loader of inputs, the network layer by layer  ``predict`` on inputs
 ===============  =========================================================  ========================================
 
 :func:`build` makes a detector from its class: the framework names the parameters of its detectors by a convention
@@ -35,7 +36,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin.detectors.base import StatefulDetector, raise_if_interrupted
 from rmd_plugin.detectors.calibrated import bare
-from rmd_plugin.encoding.batches import Encoded
+from rmd_plugin.detectors.multi_layer import MultiLayer
+from rmd_plugin.encoding.batches import Encoded, EncodingError
+from rmd_plugin.encoding.isolation import evaluating
+from rmd_plugin.encoding.layers import LayerChain, LayerNames, find_layers
 
 #: a detector class, or a partial of one with its options
 Factory = Callable[..., Detector]
@@ -50,7 +54,7 @@ class Representation(Enum):
     LOGITS = "logits"
     HEAD = "features, through the head with gradients"
     INPUTS = "inputs, through the whole network"
-    LAYERS = "feature maps of inner layers"
+    LAYERS = "inputs, through the network layer by layer"
 
 
 _MOMENTS, _FEATURES, _MAPS, _LOGITS, _HEAD, _INPUTS, _LAYERS = Representation
@@ -66,6 +70,7 @@ _FED: Mapping[type, Representation] = {
     framework.Gram: _LAYERS,
     framework.MultiMahalanobis: _LAYERS,
     framework.RankFeat: _LAYERS,
+    MultiLayer: _LAYERS,
     LogitsDetector: _LOGITS,
     FeaturesDetector: _FEATURES,
     FeatureMapsDetector: _MAPS,
@@ -80,7 +85,11 @@ _METHODS: Mapping[Representation, tuple[str, str]] = {
     _LOGITS: ("fit_logits", "predict_logits"),
     _HEAD: ("fit", "predict"),
     _INPUTS: ("fit", "predict"),
+    _LAYERS: ("fit", "predict"),
 }
+
+#: what runs the network itself, so it is fed inputs
+ON_INPUTS = (_INPUTS, _LAYERS)
 
 #: fitted on held-out data, as the framework's own benchmark script does
 _CALIBRATED = (framework.TemperatureScaling, framework.KLMatching)
@@ -104,6 +113,7 @@ class NetworkParts:
     has_logits: bool = False  #: whether there are logits though no such classifier is at hand
     model: nn.Module | None = None  #: maps inputs to logits; by default the encoder and the head
     differentiable: bool = True  #: whether the inputs are real numbers, so that gradients reach them
+    sample: Any = field(default=None, repr=False)  #: a small batch of inputs, to see what the layers give
     norm_std: list[float] | None = None  #: standard deviations that the inputs were normalised by, per channel
     #: embeddings of the class names of shape (K, D), from a vision-language backbone
     text_embeddings: Tensor | None = field(default=None, repr=False)
@@ -150,7 +160,7 @@ class Adapter:
     def score_values(self, values: Any) -> Tensor:
         """OOD scores of what :func:`take` gives."""
         predict = getattr(self.detector, _METHODS[self.scored_on][1])
-        if self.scored_on not in (_HEAD, _INPUTS):
+        if self.scored_on not in (_HEAD, *ON_INPUTS):
             with torch.no_grad():
                 return predict(values)
         # such detectors may differentiate: copies made outside of inference mode can take part in autograd
@@ -165,7 +175,7 @@ def take(representation: Representation, encoded: Encoded) -> Any:
         if encoded.logits is None:
             raise ValueError("there are no logits: the head's output is not a tensor of shape (B, C).")
         return encoded.logits
-    if representation is _INPUTS:
+    if representation in ON_INPUTS:
         return encoded.inputs
     if representation is _MAPS:
         return encoded.features.float()[:, :, None, None]  # as the framework documents it for pooled features
@@ -237,8 +247,6 @@ def build(factory: Factory, parts: NetworkParts) -> Adapter:
     if getattr(factory, "args", ()):
         raise TypeError(f"give the options of {kind.__name__} by name, got {factory}.")
     fed = _fed(kind)
-    if fed is _LAYERS:
-        raise NotSupported("needs feature maps of inner layers, one pass to pooled features does not keep them")
     if fed is _INPUTS and not parts.differentiable and issubclass(kind, GradientDetector):
         raise NotSupported("needs gradients with respect to the inputs, which are no real numbers here")
     detector = kind(**_arguments(kind, options, parts, fed))
@@ -248,6 +256,33 @@ def build(factory: Factory, parts: NetworkParts) -> Adapter:
     on_features = fed is _INPUTS and hasattr(detector, "fit_features")
     fitted_on = _fitted_on(detector, _FEATURES if on_features else fed)
     return Adapter(detector, fitted_on, fed, "val" if isinstance(detector, _CALIBRATED) else "train")
+
+
+def _layer_by_layer(kind: type[Detector], parts: NetworkParts, names: LayerNames) -> dict[str, Any]:
+    """The network in the parts that a detector on inner layers calls one after the other."""
+    if parts.sample is None:
+        raise NotSupported("needs feature maps of inner layers, which nobody keeps here")
+    encoder = _need(parts, "encoder")
+    try:
+        layers = find_layers(encoder, names, parts.sample)
+    except EncodingError as error:
+        raise NotSupported(f"needs inner layers: {error}".rstrip(".")) from error
+    if issubclass(kind, MultiLayer):
+        return {"encoder": encoder, "layers": list(layers)}
+    multi = issubclass(kind, framework.MultiMahalanobis)  # has no use for a classifier
+    network = encoder if multi else cast(nn.Module, _model(parts, _INPUTS))
+    if issubclass(kind, framework.RankFeat):  # as in its paper: from the last of them
+        layers = dict(list(layers.items())[-1:])
+    chain = LayerChain(network, layers)
+    if multi:
+        return {"model": chain.links}
+    if issubclass(kind, framework.Gram):
+        return {"head": chain.head, "feature_layers": chain.links}
+    with evaluating(network):
+        maps = chain.links[0](parts.sample)
+    if maps[0, 0].numel() == 1:  # nothing would be left without the only component
+        raise NotSupported(f"needs feature maps, and {next(iter(layers))} gives vectors")
+    return {"backbone": chain.links[0], "head": chain.head}
 
 
 def _has_dropout(model: nn.Module) -> bool:
@@ -289,6 +324,8 @@ def _arguments(
         # as NAC wants it: on the penultimate layer, from features
         watch = _Watch()
         found.update(model=nn.Sequential(watch, _head(parts)).eval(), layers=[watch])
+    if fed is _LAYERS:
+        found |= _layer_by_layer(kind, parts, found.pop("layers", None) or "auto")
     if issubclass(kind, framework.GradNorm):
         # as in its paper: the weight of the last layer, which is the model it gets
         found.setdefault("param_filter", lambda name: name.endswith("weight"))
@@ -337,6 +374,8 @@ def _model(parts: NetworkParts, fed: Representation) -> nn.Module | None:
         return None  # logits are handed over as they are
     if fed is _HEAD:
         return _head(parts)
+    if fed is _LAYERS:
+        return None  # _arguments() puts it in, in parts
     return nn.Sequential(_need(parts, "encoder"), _head(parts)).eval() if parts.model is None else parts.model
 
 
@@ -344,7 +383,8 @@ _PROVIDERS: Mapping[str, Callable[[NetworkParts, Representation], Any]] = {
     "encoder": lambda parts, fed: _need(parts, "encoder") if fed is _INPUTS else None,
     "backbone": lambda parts, _: None,
     "model": _model,
-    "head": _head_on,
+    "head": lambda parts, fed: None if fed is _LAYERS else _head_on(parts, fed),
+    "feature_layers": lambda parts, _: None,  # _arguments() puts them in, and the head
     "w": lambda parts, _: _head(parts).weight.detach(),
     "b": _bias,
     # the framework's documentation has 64 for D = 128; a smaller D keeps the half

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from pytorch_ood.metrics.functional import accuracy
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 
-from rmd_plugin.compare.adapters import Adapter, Factory, NetworkParts, NotSupported, Representation, build
+from rmd_plugin.compare.adapters import ON_INPUTS, Adapter, Factory, NetworkParts, NotSupported, build
 from rmd_plugin.compare.bootstrap import Bootstrap
 from rmd_plugin.compare.decisions import decide
 from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor, SplitFeatures
@@ -265,9 +266,10 @@ class _Run:
         return NetworkParts(
             feature_dim=self.train.features.shape[1],
             num_classes=self.num_classes,
-            encoder=extractor.encoder,
+            encoder=extractor.encoder.to(extractor.device),
             head=self.head,
             has_logits=self.given_logits,
+            sample=default_collate([sample]).to(extractor.device) if isinstance(sample, Tensor) else None,
             differentiable=isinstance(sample, Tensor) and sample.is_floating_point(),
             norm_std=[float(value) for value in std] if std is not None else None,
             text_embeddings=embed(names) if callable(embed) and names else None,
@@ -305,14 +307,14 @@ class _Run:
     def _fit(self, adapter: Adapter) -> None:
         if self.extractor.device.type != "cpu":
             adapter.detector.to(self.extractor.device)
-        if adapter.fitted_on is Representation.INPUTS:
+        if adapter.fitted_on in ON_INPUTS:
             with evaluating(self.extractor.encoder):
                 adapter.fit(self.extractor.loader(adapter.fit_split))
         else:
             adapter.fit(self.encoded(adapter.fit_split))
 
     def _score(self, adapter: Adapter, split: str) -> np.ndarray:
-        if adapter.scored_on is Representation.INPUTS:
+        if adapter.scored_on in ON_INPUTS:
             return self._score_inputs(adapter, split)
         data = self.encoded(split)
         rows = max(16, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // (self.num_classes * data.features.shape[1])))

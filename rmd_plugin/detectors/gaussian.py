@@ -165,7 +165,7 @@ def fit_mahalanobis(moments: Moments, *, shrinkage: float | str = 0.0, eigenvect
     ``eigenvectors`` insists.
     """
     sigma = regularised_covariance(moments, shrinkage)
-    projection = _visible_whitening(sigma, moments, "within-class covariance", eigenvectors=eigenvectors)
+    projection = visible_whitening(sigma, moments, "within-class covariance", eigenvectors=eigenvectors)
     return _with_class_points(moments, sigma, projection)
 
 
@@ -174,7 +174,7 @@ def fit_partial(
 ) -> dict[str, Tensor]:
     """Fit the Mahalanobis distance within the ``components`` leading eigen-directions of Sigma, or all the others."""
     sigma = regularised_covariance(moments, shrinkage)
-    projection = _visible_whitening(sigma, moments, "within-class covariance", eigenvectors=True)
+    projection = visible_whitening(sigma, moments, "within-class covariance", eigenvectors=True)
     rank = projection.shape[1]
     if components >= rank and not largest:
         raise ValueError(
@@ -192,14 +192,14 @@ def fit_marginal(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str,
     """Fit MD_0: one column per eigen-direction of Sigma_0, a single point at the background mean."""
     sigma = regularised_covariance(moments, shrinkage)
     sigma_0 = sigma + moments.between_covariance
-    whitening = _visible_whitening(sigma, moments, "within-class covariance")
+    whitening = visible_whitening(sigma, moments, "within-class covariance")
     if moments.diagonal:
         projection = torch.where(whitening > 0, sigma_0, 1.0).rsqrt() * (whitening > 0)
     elif whitening.shape[1] == moments.num_features:
-        projection = whiten(sigma_0, _noise(moments)).projection
+        projection = whiten(sigma_0, noise_floor(moments)).projection
     else:
         # only in directions in which the classes vary, as the other distances: there Sigma_0 is I + B
-        rows = _class_shares(moments).sqrt()[:, None] * (_class_offsets(moments) @ whitening)
+        rows = _class_shares(moments).sqrt()[:, None] * (class_offsets(moments) @ whitening)
         variances, rotation = torch.linalg.eigh(torch.eye(rows.shape[1]).to(rows) + rows.T @ rows)
         projection = (whitening @ rotation) * variances.rsqrt()
         projection = projection[:, projection.square().sum(0).argsort()]
@@ -216,12 +216,12 @@ def fit_marginal(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str,
 def fit_relative(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[str, Tensor]:
     """Fit min_k MD_k - MD_0: one column per discriminative direction, by descending between-class variance."""
     sigma = regularised_covariance(moments, shrinkage)
-    offsets = _class_offsets(moments)
+    offsets = class_offsets(moments)
     shares = _class_shares(moments)
     if len(offsets) == 1:
         message = "RMD of a single class is zero everywhere, because the class is the background. Use Mahalanobis."
         warn_numerical(message, kind="RMD of a single class")
-    whitening = _visible_whitening(sigma, moments, "within-class covariance")
+    whitening = visible_whitening(sigma, moments, "within-class covariance")
     sigma_0 = sigma + moments.between_covariance
     if moments.diagonal:
         projection, points = whitening, offsets * whitening
@@ -251,11 +251,11 @@ def fit_coordinates(moments: Moments, *, shrinkage: float | str = 0.0) -> dict[s
     Of the classes that occur: ``points`` (K', q), their means in u; ``shares`` (K',) of the samples; ``classes`` (K',).
     """
     sigma = regularised_covariance(moments, shrinkage)
-    projection = _visible_whitening(sigma, moments, "within-class covariance")
+    projection = visible_whitening(sigma, moments, "within-class covariance")
     return {
         "shift": moments.background_mean,
         "projection": projection,
-        "points": _class_offsets(moments) @ projection,
+        "points": class_offsets(moments) @ projection,
         "shares": _class_shares(moments),
         "classes": moments.counts.nonzero().flatten(),
     }
@@ -323,16 +323,16 @@ def _singular_by_number(moments: Moments) -> bool:
     return not moments.diagonal and rank < moments.num_features
 
 
-def _noise(moments: Moments) -> Tensor:
+def noise_floor(moments: Moments) -> Tensor:
     """Variance, shape (D,), that rounding alone gives to each feature, or that is nothing beside the largest one's."""
     second = (moments.second if moments.diagonal else moments.second.diagonal()) / moments.num_samples
     rounding = max(64, moments.num_features) * torch.finfo(second.dtype).eps * second
     return rounding.clamp(min=_DEAD_VARIANCE * float(second.amax()))
 
 
-def _visible_whitening(covariance: Tensor, moments: Moments, name: str, *, eigenvectors: bool = False) -> Tensor:
+def visible_whitening(covariance: Tensor, moments: Moments, name: str, *, eigenvectors: bool = False) -> Tensor:
     """Whitening matrix (D, q), or for a diagonal covariance the vector (D,) with zeros for dead features."""
-    dim, noise = moments.num_features, _noise(moments)
+    dim, noise = moments.num_features, noise_floor(moments)
     if covariance.ndim == 1:
         alive = covariance > noise
         projection, rank = torch.where(alive, covariance, 1.0).rsqrt() * alive, int(alive.sum())
@@ -351,7 +351,7 @@ def _visible_whitening(covariance: Tensor, moments: Moments, name: str, *, eigen
     return projection
 
 
-def _class_offsets(moments: Moments) -> Tensor:
+def class_offsets(moments: Moments) -> Tensor:
     """mu_k - mu_0 of the classes that occur, shape (K', D)."""
     present = moments.counts > 0
     # from the sums: the difference of two means of size 1e4 would lose the digits that the shift has saved
@@ -365,7 +365,7 @@ def _class_shares(moments: Moments) -> Tensor:
 
 
 def _with_class_points(moments: Moments, sigma: Tensor, projection: Tensor) -> dict[str, Tensor]:
-    offsets = _class_offsets(moments)
+    offsets = class_offsets(moments)
     points = offsets * projection if projection.ndim == 1 else offsets @ projection
     parameters = {
         "shift": moments.background_mean,

@@ -48,12 +48,12 @@ class GaussianAttributes(UpdatingDetector):
 
     @property
     def background_mu(self) -> Tensor | None:
-        """Mean mu_0 of all samples, shape (D,)."""
-        return self._on_demand("background_mu", lambda moments: moments.background_mean)
+        """Mean mu_0 of all samples, or of the background that the fit was given, shape (D,)."""
+        return self._on_demand("background_mu", self._mu_0)
 
     @property
     def background_cov(self) -> Tensor | None:
-        """Covariance Sigma_0 around the mean of all samples, shape (D, D)."""
+        """Covariance Sigma_0 around that mean, shape (D, D)."""
         return self._on_demand("background_cov", self._sigma_0)
 
     @property
@@ -63,6 +63,9 @@ class GaussianAttributes(UpdatingDetector):
 
     def _sigma(self, moments: Moments) -> Tensor:
         return regularised_covariance(moments, self._fitted_options["shrinkage"])
+
+    def _mu_0(self, moments: Moments) -> Tensor:
+        return moments.background_mean
 
     def _sigma_0(self, moments: Moments) -> Tensor:
         return self._sigma(moments) + moments.between_covariance

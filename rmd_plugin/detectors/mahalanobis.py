@@ -12,6 +12,7 @@ its detectors (``mu``, ``cov``, ``precision``, ...) are there too, see :class:`.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -19,9 +20,10 @@ from pytorch_ood.api import DetectorInfo, Paper, Task
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from rmd_plugin.detectors.background import Gaussian, fit_background, fit_relative_to
 from rmd_plugin.detectors.base import Encoder, check_integer
 from rmd_plugin.detectors.class_moments import ClassMoments
-from rmd_plugin.detectors.files import TensorSpec
+from rmd_plugin.detectors.files import TensorSpec, check_tensors
 from rmd_plugin.detectors.gaussian import (
     QuadraticScore,
     class_score_dtype,
@@ -34,6 +36,7 @@ from rmd_plugin.detectors.gaussian import (
 from rmd_plugin.detectors.gaussian_attributes import GaussianAttributes
 from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.detectors.shrinkage import Shrinkage
+from rmd_plugin.encoding.loop import as_pair
 
 _TASKS = frozenset({Task.CLASSIFICATION})
 _RMD_PAPER = Paper(
@@ -91,8 +94,8 @@ class GaussianDetector(GaussianAttributes):
         self._check_options()
 
     @abstractmethod
-    def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
-        """Parameters of the scoring module."""
+    def _fit_parameters(self, moments: Moments, **background: Gaussian) -> dict[str, Tensor]:
+        """Parameters of the scoring module; only RMD takes a background."""
 
     def fit_moments(self, moments: Moments) -> Self:
         """Fit on moments, for example those of several processes, collected as :meth:`new_moments` does.
@@ -100,6 +103,19 @@ class GaussianDetector(GaussianAttributes):
         Raises:
             ValueError: if the moments were collected with other options than the detector's.
         """
+        return self._fit_gaussians(moments)
+
+    def _fit_gaussians(self, moments: Moments, **background: Gaussian) -> Self:
+        moments = self._fitting(moments)
+        with torch.inference_mode(False), torch.no_grad():
+            self._warn_missing_classes(moments.counts)
+            state = self._fit_parameters(moments, **background) | self._intensity(moments)
+            self._set_fitted(state, moments.num_classes, moments.num_features)
+            self._moments = moments
+            return self
+
+    def _fitting(self, moments: Moments) -> Moments:
+        """The moments as the detector's options want them, if they can be that."""
         self._check_options()
         self._require_samples(moments)
         if moments.normalized != self.normalize:
@@ -111,12 +127,7 @@ class GaussianDetector(GaussianAttributes):
             moments = moments.to_diagonal()
         elif moments.diagonal:
             raise ValueError("covariance='tied' needs the whole second moment, but only its diagonal was collected.")
-        with torch.inference_mode(False), torch.no_grad():
-            self._warn_missing_classes(moments.counts)
-            state = self._fit_parameters(moments) | self._intensity(moments)
-            self._set_fitted(state, moments.num_classes, moments.num_features)
-            self._moments = moments
-            return self
+        return moments
 
     def new_moments(self, num_classes: int | None = None, **kwargs: Any) -> ClassMoments:
         """An empty accumulator with this detector's options (and torchmetrics'), to ``compute()`` and fit on."""
@@ -161,6 +172,9 @@ class RMD(GaussianDetector):
     Scores are N times those of ``pytorch_ood.detector.RMD``, where N is the number of training samples: its threshold t
     becomes ``N * t``.
 
+    The background is all training samples, or another corpus that a fit is given: ``fit(loader, background=corpus)``.
+    Then MD_0 is that of the corpus, no direction cancels, and a fitted RMD is a D x D projection: docs/detectors.md.
+
     Example:
         >>> import torch
         >>> from rmd_plugin import RMD
@@ -173,12 +187,100 @@ class RMD(GaussianDetector):
         >>> near_ood[:, 0] += 4.0  # half-way between the classes
         >>> bool(detector.predict_features(near_ood).min() > detector.predict_features(z).median())
         True
+        >>> corpus = 3.0 * torch.randn(1000, 8)
+        >>> RMD().fit_features(z, y, background=corpus).contributions(near_ood).shape
+        torch.Size([5, 8])
     """
 
     info = DetectorInfo(tasks=_TASKS, paper=_RMD_PAPER, ai_coded=True)
 
-    def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
+    def fit(
+        self,
+        data_loader: Iterable[Any],
+        *,
+        progress: bool | None = None,
+        background: Iterable[Any] | Moments | None = None,
+    ) -> Self:
+        """Fit on a loader in one pass, see :meth:`StatefulDetector.fit`.
+
+        Args:
+            data_loader: yields pairs (x, y). Samples with y < 0 are skipped.
+            progress: show progress bars; None for the detector's own option, or else none.
+            background: another corpus that MD_0 is fitted to, in place of all training samples: a loader of pairs
+                (x, y), whose labels do not matter, or its moments.
+        """
+        if background is None:
+            return super().fit(data_loader, progress=progress)
+        shown = self.progress if progress is None else progress
+        if not isinstance(background, Moments):
+            # a label below zero is OOD, and the corpus may be just that
+            corpus = ((x, torch.zeros_like(torch.as_tensor(y))) for x, y in map(as_pair, background))
+            background = self._moments_of(self._encoded_batches(corpus, progress=shown))
+        moments = self._moments_of(self._encoded_batches(data_loader, progress=shown))
+        return self.fit_moments(moments, background=background)
+
+    def fit_features(self, z: Tensor, y: Tensor, *, background: Tensor | Moments | None = None) -> Self:
+        """Fit on features, see :meth:`StatefulDetector.fit_features`.
+
+        Args:
+            z: features of shape (N, D), or maps of shape (N, C, H, W), which are averaged over space.
+            y: class labels of shape (N,), integers of any type. Samples with y < 0 are skipped.
+            background: features of another corpus, shape (M, D) or (M, C, H, W), that MD_0 is fitted to in place of all
+                training samples; or their moments.
+        """
+        if background is None:
+            return super().fit_features(z, y)
+        if not isinstance(background, Moments):
+            background = self._moments_of([(background, torch.zeros(len(background), dtype=torch.long))])
+        return self.fit_moments(self._moments_of([(z, y)]), background=background)
+
+    def fit_moments(self, moments: Moments, *, background: Moments | None = None) -> Self:
+        """Fit on moments, for example those of several processes, collected as :meth:`new_moments` does.
+
+        Args:
+            moments: of the training features.
+            background: of the features of another corpus, whatever its labels are, that MD_0 is fitted to in place of
+                all training samples. Its covariance is shrunk as Sigma is.
+
+        Raises:
+            ValueError: if the moments were collected with other options than the detector's, or the background does not
+                vary in all directions.
+        """
+        if background is None:
+            return super().fit_moments(moments)
+        around = self._fitting(background).to(moments.device)
+        if around.num_features != moments.num_features:
+            raise ValueError(
+                f"the background has {around.num_features} features, but those to fit on are {moments.num_features}. "
+                "Take both from the same layer."
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            gaussian = fit_background(around, shrinkage=self.shrinkage)
+        return self._fit_gaussians(moments, background=gaussian)
+
+    def _fit_parameters(self, moments: Moments, **background: Gaussian) -> dict[str, Tensor]:
+        if background:
+            return fit_relative_to(moments, **background, shrinkage=self.shrinkage)
         return fit_relative(moments, shrinkage=self.shrinkage)
+
+    def _fit_changed(self, moments: Moments) -> Self:
+        around = self._state.get("background")
+        if around is None:
+            return super()._fit_changed(moments)
+        gaussian = Gaussian(*(part.to(moments.device) for part in (self._state["shift"], around)))
+        return self._fit_gaussians(moments, background=gaussian)
+
+    def _mu_0(self, moments: Moments) -> Tensor:
+        return self._state["shift"] if "background" in self._state else super()._mu_0(moments)
+
+    def _sigma_0(self, moments: Moments) -> Tensor:
+        return self._state["background"] if "background" in self._state else super()._sigma_0(moments)
+
+    def _check_tensors(self, tensors: dict[str, Tensor], sizes: dict[str, int]) -> None:
+        super()._check_tensors(tensors, sizes)
+        if "background" in tensors:
+            size = "D" if self.covariance == "diagonal" else "D D"
+            check_tensors(tensors, {"background": TensorSpec(size)}, sizes)
 
     def _needs_many_samples(self) -> bool:
         return True
@@ -203,7 +305,7 @@ class Mahalanobis(GaussianDetector):
 
     info = DetectorInfo(tasks=_TASKS, paper=_MD_PAPER, ai_coded=True)
 
-    def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
+    def _fit_parameters(self, moments: Moments, **background: Gaussian) -> dict[str, Tensor]:
         return fit_mahalanobis(moments, shrinkage=self.shrinkage)
 
     def _needs_many_samples(self) -> bool:
@@ -225,7 +327,7 @@ class MarginalMahalanobis(GaussianDetector):
 
     info = DetectorInfo(tasks=_TASKS, paper=_PMD_PAPER, ai_coded=True)
 
-    def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
+    def _fit_parameters(self, moments: Moments, **background: Gaussian) -> dict[str, Tensor]:
         return fit_marginal(moments, shrinkage=self.shrinkage)
 
     def _layout(self) -> dict[str, TensorSpec]:
@@ -271,7 +373,7 @@ class PartialMahalanobis(GaussianDetector):
         self.largest = largest
         super().__init__(encoder, shrinkage=shrinkage, normalize=normalize, keep_moments=keep_moments)
 
-    def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
+    def _fit_parameters(self, moments: Moments, **background: Gaussian) -> dict[str, Tensor]:
         return fit_partial(moments, self.components, largest=self.largest, shrinkage=self.shrinkage)
 
     def _needs_many_samples(self) -> bool:

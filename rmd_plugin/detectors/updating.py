@@ -53,10 +53,17 @@ class UpdatingDetector(ShrinkingDetector):
         """Fit on moments, for example those of several processes, collected as :meth:`new_moments` does."""
 
     def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool) -> Self:
+        return self.fit_moments(self._moments_of(batches))
+
+    def _moments_of(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Moments:
         metric = self.new_moments(sync_on_compute=False)
         for z, y in batches:
             metric.update(z, y)
-        return self.fit_moments(metric.compute())
+        return metric.compute()
+
+    def _fit_changed(self, moments: Moments) -> Self:
+        """Fit on changed moments, with all else as it was."""
+        return self.fit_moments(moments)
 
     @staticmethod
     def _require_samples(moments: Moments) -> None:
@@ -132,7 +139,7 @@ class UpdatingDetector(ShrinkingDetector):
 
     def _refit(self, moments: Moments) -> Self:
         names = self._names
-        self.fit_moments(moments)
+        self._fit_changed(moments)
         self._names = names
         return self
 

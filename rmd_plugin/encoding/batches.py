@@ -23,6 +23,8 @@ class Encoded:
     logits: Tensor | None = None  #: shape (B, C), at least float32; None where the module gave none
     labels: Tensor | None = None  #: shape (B,); None for a batch without labels
     batch: Any = field(default=None, repr=False)  #: itself, for detectors that work on inputs; None if not kept
+    #: name of an inner layer -> its pooled features, shape (B, D_l); empty where nobody asked for them
+    layers: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.features)
@@ -39,7 +41,9 @@ class Encoded:
                 return self
             keep = keep.to(self.features.device)
         logits = None if self.logits is None else self.logits[keep]
-        return Encoded(self.features[keep], logits, None if self.labels is None else self.labels[keep])
+        labels = None if self.labels is None else self.labels[keep]
+        layers = {name: z[keep] for name, z in self.layers.items()}
+        return Encoded(self.features[keep], logits, labels, layers=layers)
 
 
 def batch_labels(batch: Any) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,17 +25,23 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 
 
 class PairEncoder:
-    """Turns batches (x, y) into :class:`Encoded` by any encoder: half precision is widened, maps are averaged."""
+    """Turns batches (x, y) into :class:`Encoded` by any encoder: half precision is widened, maps are averaged.
 
-    def __init__(self, encoder: Callable[[Any], Tensor]) -> None:
+    An encoder that gives several layers by name (:class:`rmd_plugin.encoding.layer_encoder.LayerEncoder`) fills
+    ``layers``, and the last one is the features.
+    """
+
+    def __init__(self, encoder: Callable[[Any], Tensor | Mapping[str, Tensor]]) -> None:
         self.module = encoder
 
     def __call__(self, batch: Any) -> Encoded:
         """Encode a batch; refuse one that is no pair (x, y)."""
         x, y = as_pair(batch)
         with evaluating_calls(self.module):
-            z = self.module(x).detach()
-        return Encoded(widened(pool_features(z)), labels=torch.as_tensor(y), batch=batch)
+            z = self.module(x)
+        layers = {name: pool_features(part.detach()) for name, part in z.items()} if isinstance(z, Mapping) else {}
+        last = list(layers.values())[-1] if isinstance(z, Mapping) else pool_features(z.detach())
+        return Encoded(widened(last), labels=torch.as_tensor(y), batch=batch, layers=layers)
 
 
 def encode_batches(

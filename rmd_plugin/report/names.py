@@ -22,11 +22,12 @@ CYCLE = tuple(PALETTE[name] for name in ("vermilion", "blue", "green", "orange",
 
 DASHES: tuple[tuple[int, tuple[float, ...]], ...] = (
     (0, ()), (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (9, 2)),
+    (0, (9, 1.5, 3, 1.5)),
 )  # fmt: skip
 
 
 #: detectors of this package; the others come from pytorch-ood or from the user
-OURS = ("rmd", "mahalanobis", "fused", "marginal", "partial", "flow_likelihood", "relative_flow")
+OURS = ("rmd", "mahalanobis", "fused", "marginal", "partial", "multi_layer", "flow_likelihood", "relative_flow")
 
 #: detector -> name for readers, colour, number of its dash: the same everywhere, and no two share colour and dash.
 #: Those often shown together differ in colour; blue and vermilion otherwise stand for detectors seldom shown.
@@ -36,6 +37,7 @@ _TABLE = {
     "mahalanobis": ("MD", "vermilion", 0),
     "marginal": ("MMD", "purple", 0),
     "partial": ("PMD", "orange", 0),
+    "multi_layer": ("RMD (all layers)", "orange", 6),
     "flow_likelihood": ("Flow", "orange", 1),
     "relative_flow": ("Relative flow", "sky", 1),
     "framework_rmd": ("RMD (pytorch-ood)", "blue", 1),

@@ -112,6 +112,62 @@ def test_scores_from_features_are_those_of_the_detector_on_the_network(kind, dat
     assert torch.allclose(found.double(), expected.double(), rtol=1e-4, atol=1e-5)
 
 
+class Stages(nn.Module):
+    """Two stages that need a stem before, and a normalisation behind them before the pooling."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(8)
+        self.layer1 = nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU())
+        self.layer2 = nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU())
+
+    def forward(self, x):
+        return self.pool(self.layer2(self.layer1(self.stem(x))))
+
+    def pool(self, maps):
+        return self.norm(maps).relu().mean(dim=(2, 3))
+
+
+# as the framework's documentation cuts a network into parts
+BY_HAND = {
+    framework.Gram: lambda first, second, head: framework.Gram(head, [first, second], K),
+    framework.MultiMahalanobis: lambda first, second, head: framework.MultiMahalanobis([first, second]),
+    framework.RankFeat: lambda first, second, head: framework.RankFeat(lambda x: second(first(x)), head),
+}
+
+
+@pytest.mark.parametrize("layers", [None, ["layer1", "layer2"], "layer*"])
+@pytest.mark.parametrize("kind", BY_HAND, ids=lambda kind: kind.__name__)
+def test_detectors_on_inner_layers_score_as_on_a_network_that_is_cut_by_hand(kind, layers):
+    torch.manual_seed(0)
+    encoder, head = Stages().eval().requires_grad_(False), nn.Linear(8, K).requires_grad_(False)
+    x, y, new = torch.randn(120, 1, 8, 8), torch.arange(120) % K, torch.randn(20, 1, 8, 8) * 2
+    parts = NetworkParts(8, K, encoder=encoder, head=head, sample=x[:1])
+    adapter = build(functools.partial(kind, layers=layers), parts)
+    by_hand = BY_HAND[kind](
+        lambda x: encoder.layer1(encoder.stem(x)), encoder.layer2, lambda maps: head(encoder.pool(maps))
+    )
+    if kind is framework.MultiMahalanobis:
+        by_hand = kind([nn.Sequential(encoder.stem, encoder.layer1), encoder.layer2])
+    loader = DataLoader(TensorDataset(x, y), 50)
+    torch.manual_seed(1)  # Gram draws what it holds out
+    adapter.fit(loader)
+    torch.manual_seed(1)
+    expected = by_hand.fit(loader).predict(new)
+    found = adapter.score(Encoded(encoder(new), None, None, new))
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert not found.requires_grad
+
+
+def test_layers_that_there_are_not_are_a_reason(data):
+    encoder = Stages()
+    parts = NetworkParts(8, K, encoder=encoder, head=nn.Linear(8, K), sample=torch.zeros(1, 1, 8, 8))
+    with pytest.raises(NotSupported, match=r"needs inner layers: Stages has no layer 'layer9'.*layer2"):
+        build(functools.partial(framework.Gram, layers=["layer9"]), parts)
+    with pytest.raises(NotSupported, match="no stages that can be told by their names"):
+        build(framework.Gram, NetworkParts(D, K, encoder=data[0].body, head=data[0].fc, sample=data[1][:1]))
+
+
 def test_what_is_set_is_kept_and_what_is_null_is_filled_in(parts):
     assert build(functools.partial(framework.ViM, d=2), parts).detector.d == 2
     assert build(functools.partial(framework.ViM, d=None), parts).detector.d == D // 2

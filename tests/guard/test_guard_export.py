@@ -10,7 +10,7 @@ from guard_kit import as_images, feature_guard, guard_of, picture_guard, picture
 from pytorch_ood.detector import KNN, EnergyBased, MaxSoftmax
 
 from rmd_plugin import RMD, Calibrated, Guard, RelativeFlow
-from rmd_plugin.backbones import BERT, Backbone, SmallCNN, Timm
+from rmd_plugin.backbones import BERT, HF, Backbone, SmallCNN, Timm
 from rmd_plugin.backbones.transforms import ImageTransform
 from rmd_plugin.guard import export
 from rmd_plugin.guard.export import export_program
@@ -90,6 +90,21 @@ def test_a_thousand_texts_get_the_same_verdicts_from_minilm(tmp_path):
     np.testing.assert_allclose(judge(ids[:50, :longest])["score"], expected.score[:50], rtol=1e-3, atol=1e-3)
     loaded = Guard.load(tmp_path / "guard")
     assert torch.equal(loaded(texts[:64]).score, guard(texts[:64]).score)
+
+
+def test_a_vision_transformer_of_hugging_face_is_deployed_with_its_processor(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.ViTConfig(**sizes, image_size=24, patch_size=8, num_labels=4)
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    transformers.ViTImageProcessor(size={"height": 24, "width": 24}).save_pretrained(tmp_path / "vit")
+    guard = guard_of(HF(str(tmp_path / "vit")), as_images(pictures(160)), as_images(pictures(80, seed=1)))
+    judge = session_of(guard, tmp_path)
+    items = np.stack(pictures(50, (40, 70), seed=3) + pictures(50, (40, 70), seed=3, ood=True))
+    check_equal(guard, judge(items), guard(items))
+    (tmp_path / "vit").rename(tmp_path / "gone")  # another machine
+    assert torch.equal(Guard.load(tmp_path / "guard")(items).score, guard(items).score)
 
 
 @pytest.mark.parametrize(

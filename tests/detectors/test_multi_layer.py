@@ -1,0 +1,155 @@
+"""MultiLayer: the sum of each layer's score on the scale of samples that its fit has not seen."""
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from pytorch_ood.api import ModelNotSetException, RequiresFittingException
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from rmd_plugin import RMD, Calibrated, FusedRMD, Mahalanobis, MultiLayer, load_detector
+from rmd_plugin.detectors.reservoir import content_keys
+
+WIDTHS = {"first": 4, "second": 7}
+
+
+@pytest.fixture(scope="module")
+def data():
+    torch.manual_seed(0)
+    y = torch.arange(150) % 3
+    train = {name: torch.randn(150, width) + 2.0 * torch.eye(3, width)[y] for name, width in WIDTHS.items()}
+    return train, y, {name: 2 * torch.randn(40, width) for name, width in WIDTHS.items()}
+
+
+def left_out(z, y):
+    """Textbook scores of each sample by a fit without its fifth: every fifth sample of its class, in a random order."""
+    order = content_keys(z, y, 0).argsort()
+    fold = np.empty(len(y), dtype=int)
+    for label in range(3):
+        mine = order[y[order] == label].numpy()
+        fold[mine] = np.arange(len(mine)) % 5
+    scores = np.empty(len(y))
+    for number in range(5):
+        out = fold == number
+        scores[out] = oracle.rmd(z.numpy()[~out], y.numpy()[~out], z.numpy()[out])
+    return scores
+
+
+def test_scores_are_the_textbooks_on_the_scale_of_left_out_samples(data):
+    train, y, new = data
+    expected = 0
+    for name, z in train.items():
+        scores = left_out(z, y)
+        expected = expected + (oracle.rmd(z, y, new[name]) - scores.mean()) / scores.std(ddof=1)
+    found = MultiLayer(RMD()).fit_layers(train, y).predict_layers(new)
+    assert np.allclose(found.numpy(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_p_values_are_fused_as_fisher_does(data):
+    train, y, new = data
+    expected = 0
+    for name, z in train.items():
+        scores, found = left_out(z, y), oracle.rmd(z, y, new[name])
+        p_values = (1 + (scores[None] >= found[:, None]).sum(1)) / 151
+        expected = expected - 2 * np.log(p_values)
+    detector = MultiLayer(RMD(), fusion="p-values").fit_layers(train, y)
+    assert np.allclose(detector.predict_layers(new).numpy(), expected, rtol=1e-4)
+
+
+def test_one_layer_ranks_as_its_detector_does(data):
+    train, y, new = ({"only": part["second"]} if isinstance(part, dict) else part for part in data)
+    for detector in (RMD(shrinkage=0.2), Mahalanobis(normalize=True), RMD(covariance="diagonal")):
+        found = MultiLayer(detector).fit_layers(train, y).predict_layers(new)
+        expected = detector.fit_features(train["only"], y).predict_features(new["only"])
+        assert torch.equal(found.argsort(), expected.argsort())
+
+
+def test_few_samples_do_not_make_new_ones_look_far():
+    torch.manual_seed(0)
+    y = torch.arange(240) % 3
+    centres = 3.0 * torch.eye(3, 30)
+    train, new = torch.randn(240, 30) + centres[y], torch.randn(600, 30) + centres[torch.arange(600) % 3]
+    detector = MultiLayer(Mahalanobis(shrinkage=0.01)).fit_layers({"layer": train}, y)
+    seen, unseen = (float(detector.predict_layers({"layer": z}).mean()) for z in (train, new))
+    assert abs(unseen) < 0.3
+    assert seen < -0.45  # what a scale from the training samples would have taken for zero
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer1 = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU())
+        self.drop = nn.Dropout(0.5)
+        self.layer2 = nn.Sequential(nn.Conv2d(4, 6, 3, stride=2), nn.ReLU())
+
+    def forward(self, x):
+        return self.layer2(self.drop(self.layer1(x))).mean(dim=(2, 3))
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    torch.manual_seed(0)
+    y = torch.arange(240) % 3 - (torch.arange(240) >= 210).long() * 5  # the last ones are OOD
+    return Net(), torch.randn(240, 1, 9, 9) * (1 + y.clamp(min=0))[:, None, None, None], y
+
+
+def test_a_loader_through_the_network_gives_what_its_layers_give(pictures, tmp_path):
+    net, x, y = pictures
+    detector = MultiLayer(RMD(), net).fit(DataLoader(TensorDataset(x, y), 50))
+    assert net.training
+    net.eval()
+    with torch.no_grad():
+        first = net.layer1(x)
+        layers = {"layer1": first.mean(dim=(2, 3)), "layer2": net(x)}
+    expected = MultiLayer(RMD()).fit_layers(layers, y).predict_layers(layers)
+    assert torch.allclose(detector.predict(x), expected, rtol=1e-3, atol=1e-3)
+    detector.save(tmp_path / "it.safetensors")
+    loaded = MultiLayer.load(tmp_path / "it.safetensors", net)
+    assert torch.equal(loaded.predict(x), detector.predict(x))
+    assert torch.equal(
+        load_detector(tmp_path / "it.safetensors").predict_layers(layers), detector.predict_layers(layers)
+    )
+    net.train()
+
+
+def test_decisions_and_files_of_calibrated_ones(pictures, tmp_path):
+    net, x, y = pictures
+    net.eval()
+    loader = DataLoader(TensorDataset(x[:120], y[:120]), 50)
+    held_out = DataLoader(TensorDataset(x[120:], y[120:]), 50)
+    detector = Calibrated(MultiLayer(RMD(), net)).fit(loader).calibrate(held_out)
+    decisions = detector.is_ood(torch.cat([x[120:210], 30 * x[:20]]))
+    assert float(decisions[:90].float().mean()) <= 0.05
+    detector.save(tmp_path / "it.safetensors")
+    loaded = Calibrated.load(tmp_path / "it.safetensors", net)
+    assert torch.equal(loaded.p_value(x), detector.p_value(x))
+
+
+def test_what_does_not_fit_is_told(data):
+    train, y, new = data
+    with pytest.raises(TypeError, match="fitted on moments, got FusedRMD"):
+        MultiLayer(FusedRMD())
+    with pytest.raises(ValueError, match="fusion must be 'sum' or 'p-values', got 'max'"):
+        MultiLayer(fusion="max")
+    with pytest.raises(ModelNotSetException, match="fit_layers"):
+        MultiLayer().fit([])
+    with pytest.raises(RequiresFittingException, match="fit_layers"):
+        MultiLayer().predict_layers(new)
+    with pytest.raises(ValueError, match="no in-distribution sample"):
+        MultiLayer(RMD(), nn.Identity()).fit([])
+    with pytest.raises(ValueError, match="second are missing"):
+        MultiLayer().fit_layers(train, y).predict_layers({"first": new["first"]})
+    with pytest.raises(ValueError, match="at least two samples"):
+        MultiLayer(Mahalanobis(shrinkage=0.5)).fit_layers({"a": train["first"][:4]}, torch.tensor([0, 0, 1, 2]))
+
+
+def test_damaged_states_are_refused(data):
+    train, y, _ = data
+    state = MultiLayer().fit_layers(train, y).state_dict()
+    with pytest.raises(ValueError, match="not one detector for each"):
+        load_detector({**state, "names": ["first"]})
+    with pytest.raises(ValueError, match=r"'left_out.1' is missing"):
+        load_detector({**state, "tensors": {"left_out.0": state["tensors"]["left_out.0"]}})
+    with pytest.raises(ValueError, match="belongs to RMD"):
+        MultiLayer().load_state_dict(state["detectors"][0])
