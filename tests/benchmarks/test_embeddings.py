@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -33,15 +34,16 @@ PARTS = {"train": blobs(90, 0), "val": blobs(30, 1), "test": (Z, Y), "ood:far": 
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path, monkeypatch):
+def temporary(monkeypatch):
     """A folder for temporary files of its own; at the end none is left."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
+    # not below tmp_path: workers put sockets here, whose paths may have 107 letters, and wait for ever if they have more
+    folder = Path(tempfile.mkdtemp(prefix="rmd"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
     if any(folder.iterdir()):
         gc.collect()
     assert list(folder.iterdir()) == []
+    folder.rmdir()
 
 
 def as_table(z, y, **more):
