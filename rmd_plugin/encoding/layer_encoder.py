@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.encoding.features import pool_features, widened
-from rmd_plugin.encoding.layers import LayerNames, channels_first, find_layers, hearing
+from rmd_plugin.encoding.layers import LayerNames, channels_first, find_layers, hearing, run
 from rmd_plugin.encoding.recorder import eagerly
 
 Pooling = Literal["mean", "cls", "last"]
@@ -59,7 +59,7 @@ class LayerEncoder(nn.Module):
             return pool_tokens(layer, output, mask, ways[id(layer)])
 
         with torch.no_grad(), eagerly(), hearing(self.network, parts, keep) as heard:
-            self.network(x)
+            run(self.network, x)
         if silent := [name for name in parts if name not in heard]:
             raise EncodingError(f"{', '.join(silent)} did not take part in the forward pass. Name other layers.")
         return {name: heard[name] for name in parts}

@@ -71,7 +71,7 @@ def _matches(name: str, pattern: str) -> bool:
 def _stages(network: nn.Module, x: Any) -> dict[str, nn.Module]:
     layers = {name: layer for name, layer in network.named_modules() if name}
     with evaluating(network), torch.no_grad(), eagerly(), hearing(network, layers, _first_sample) as outputs:
-        network(x)
+        run(network, x)
     families: dict[str, list[str]] = {}
     for name in (name for name, output in outputs.items() if output.ndim > 1):
         if re.search(r"\d+$", name):
@@ -149,6 +149,11 @@ def hearing(network: nn.Module, layers: Mapping[str, nn.Module], keep: Keep) -> 
         yield found
 
 
+def run(network: nn.Module, x: Any) -> Any:
+    """The network's output for inputs: a tensor, or a dict of them by the names that the network has for them."""
+    return network(**x) if isinstance(x, Mapping) else network(x)
+
+
 def _first_tensor(output: Any) -> Tensor | None:
     """What a layer gives: a tensor, or the first one of what transformers' layers give."""
     parts = (
@@ -222,7 +227,7 @@ class LayerChain:
         if x is self._inputs and version is not None and version == self._version:
             return
         with torch.no_grad(), eagerly(), hearing(self.network, self.layers, _copied_maps) as found:
-            self._logits = self.network(x).detach()
+            self._logits = run(self.network, x).detach()
         if silent := [name for name in self.layers if name not in found]:
             raise EncodingError(f"{', '.join(silent)} did not take part in the forward pass. Name other layers.")
         self._inputs, self._version, self._maps = x, version, found
@@ -239,7 +244,7 @@ class LayerChain:
         handle = layer.register_forward_hook(lambda module, _, output: _replaced(module, output, maps))
         try:
             with torch.no_grad(), eagerly():
-                logits: Tensor = self.network(self._inputs)
+                logits: Tensor = run(self.network, self._inputs)
                 return logits
         finally:
             handle.remove()

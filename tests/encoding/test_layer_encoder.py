@@ -54,6 +54,14 @@ def test_tokens_are_pooled_without_their_padding(pooling, by_hand):
     assert torch.allclose(mean, torch.stack([by_hand(z) for z in hidden_states(network)]).mean(0), atol=1e-6)
 
 
+def test_dicts_are_given_to_the_network_by_name():
+    network = Padded()
+    batch = {"input_ids": IDS, "attention_mask": (IDS != 0).long()}
+    found = LayerEncoder(network.model, pooling="last")(batch)
+    assert list(found) == [f"encoder.layer.{number}" for number in range(3)]
+    assert torch.allclose(found["encoder.layer.2"], hidden_states(network)[2][[0, 1], [3, 1]], atol=1e-6)
+
+
 def test_each_layer_may_be_pooled_in_its_own_way():
     network = Padded()
     found = LayerEncoder(network, "model.encoder.layer.*", pooling={"*.layer.0": "cls", "*.layer.2": "last"})(IDS)
