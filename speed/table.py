@@ -158,7 +158,7 @@ def growth(picture: str, rounds: int) -> None:
             axis.loglog(values, [pair[side] for pair in found], "o-", label=f"{label}: {exponents[side]:.2f}")
         axis.set_xlabel({"rows": "N", "width": "D", "classes": "K"}[name])
         axis.set_xticks(values, [f"{value:,}" for value in values])
-        axis.minorticks_off()
+        axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axis.legend(title="exponent", frameon=False)
     axes[0].set_ylabel("processor seconds, one worker")
     figure.savefig(picture, dpi=110)
