@@ -36,7 +36,7 @@ PARTS = {"train": blobs(90, 0), "val": blobs(30, 1), "test": (Z, Y), "ood:far": 
 @pytest.fixture(autouse=True)
 def temporary(monkeypatch):
     """A folder for temporary files of its own; at the end none is left."""
-    # not below tmp_path: workers put sockets here, whose paths may have 107 letters, and wait for ever if they have more
+    # not below tmp_path: workers put sockets here, of 107 letters at most, and wait for ever otherwise
     folder = Path(tempfile.mkdtemp(prefix="rmd"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
