@@ -272,9 +272,7 @@ def test_what_does_not_fit_the_guard_is_one_sentence(tmp_path):
 
 def test_a_column_that_is_not_there_or_of_another_type_is_named_with_those_that_are(tmp_path):
     pq.write_table(pa.table({"vector": [[1.0]], "name": ["x"]}), "a.parquet")
-    with pytest.raises(
-        ValueError, match=r"no column 'embedding'; it has 'vector', 'name'\. Name it by features="
-    ):
+    with pytest.raises(ValueError, match=r"no column 'embedding'; it has 'vector', 'name'\. Name it by features="):
         Inputs(["a.parquet"], "features").count()
     with pytest.raises(ValueError, match="column 'name' holds string, lists of numbers are expected"):
         Inputs(["a.parquet"], "features", features="name").count()
