@@ -31,7 +31,7 @@ _asked = os.environ.get(_FULL, "0")
 
 
 #: plugins of Hydra and the extras that bring them
-_PLUGIN_EXTRAS = {"joblib": "sweep", "submitit": "sweep", "ray": "ray", "optuna": "optuna"}
+_PLUGIN_EXTRAS = {"joblib": "sweep", "submitit": "sweep", "optuna": "optuna"}
 
 
 class JobError(CompactHydraException):
@@ -118,7 +118,7 @@ def _explain(error: BaseException) -> str:
         return f"the disk is full: {text}. Free some space and run the command again."
     if isinstance(error, InterpolationResolutionError) and "resolving interpolation: " in text:
         return text.partition("resolving interpolation: ")[2].partition(" full_key:")[0]  # a sentence of our resolvers
-    if missing := re.search(r"hydra_plugins\.hydra_(joblib|submitit|ray|optuna)\w*", text):
+    if missing := re.search(r"hydra_plugins\.hydra_(joblib|submitit|optuna)\w*", text):
         return f"{missing_extra(missing[0], _PLUGIN_EXTRAS[missing[1]], needed_by=missing[1])}."
     if not causes:
         return text

@@ -132,9 +132,7 @@ def test_a_launcher_that_is_not_installed_names_its_extra():
     assert "joblib needs the package hydra_plugins.hydra_joblib_launcher" in sentence("joblib")
     assert 'pip install "rmd-plugin[sweep]", or in a checkout pip install -e ".[sweep]"' in sentence("joblib")
     assert "[sweep]" in sentence("submitit")
-    assert "[ray]" in sentence("ray")
-    for choice, extra in (("hydra/launcher/ray", "ray"), ("hydra/sweeper/optuna", "optuna")):
-        assert f"[{extra}]" in explain(MissingConfigException("", missing_cfg_file=choice))
+    assert "[optuna]" in explain(MissingConfigException("", missing_cfg_file="hydra/sweeper/optuna"))
 
 
 # -- monitor ------------------------------------------------------------------------------------------------------
