@@ -257,6 +257,12 @@ class Calibrated(Detector):
         """
         return self._require_calibration().threshold(self.alpha if alpha is None else alpha, confidence)
 
+    def judge(self, values: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Scores, classes (if ``per_class``), p-values and decisions of features, or of logits; each of shape (B,)."""
+        scores, classes = self._scored("logits" if isinstance(self.detector, LogitsDetector) else "features", values)
+        p_values = self._p_value(scores, classes, None)
+        return scores, classes, p_values, self._is_ood(scores, classes, None, None)
+
     def _p_value(self, scores: Tensor, classes: Tensor | None, generator: torch.Generator | None) -> Tensor:
         return self._require_calibration().p_value(scores, classes, generator=generator)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from pytorch_ood.api import LogitsDetector
 from torch import Tensor, nn
 
 from rmd_plugin.detectors.base import StatefulDetector
 from rmd_plugin.detectors.calibrated import Calibrated
-from rmd_plugin.detectors.conformal import Calibration
 from rmd_plugin.encoding.features import pool_features, widened
 
 
@@ -56,10 +55,4 @@ class _InPython(nn.Module):
     def __init__(self, detector: Calibrated) -> None:
         super().__init__()
         detector.threshold()  # refuses one that is not calibrated
-        self.detector, self.calibration = detector, cast(Calibration, detector.calibration)
-
-    def judge(self, features: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
-        """Scores, no classes, p-values and decisions, each of shape (B,)."""
-        scores = self.detector.predict_features(features)
-        decisions = self.calibration.is_ood(scores, alpha=self.detector.alpha)
-        return scores, None, self.calibration.p_value(scores), decisions
+        self.judge = detector.judge

@@ -2,13 +2,16 @@
 
 import json
 import random
+from contextlib import suppress
 
 import config_kit
 import framework_kit as kit
 import numpy as np
+import pandas
 import pytest
 import torch
 from config_kit import choices
+from PIL import Image
 from pytorch_ood.dataset.img import LSUNCrop, LSUNResize, TinyImageNetCrop, TinyImageNetResize
 from torchvision.datasets import CIFAR10
 
@@ -46,6 +49,20 @@ BACKBONES = {
     "vit_b16": [*IMAGES, "backbone.pretrained=false"],
     "clip_vit_b32": [*IMAGES, "backbone.pretrained=false"],
 }
+#: benchmark of the user's own data -> its path, and what it is run with
+OWN = {
+    "features": ["features.npz", "backbone=mlp"],
+    "embeddings": ["table.parquet", "backbone=mlp"],
+    "text_file": ["texts.csv", "backbone.name=DATA/bert", "backbone.max_length=16", "alpha=0.5"],
+    "image_folder": ["photos", "backbone=small_cnn", "alpha=0.5"],
+    "hf_dataset": [
+        "saved",
+        "backbone.name=DATA/bert",
+        "backbone.max_length=16",
+        "benchmark.ood=[intent2]",
+        "alpha=0.5",
+    ],
+}
 FAST = ("identity",)
 TRAINED = ["bert", "genomics_cnn", "genomics_bert", "resnet18_cifar", "wrn40_2", "mlp", "small_cnn"]
 
@@ -70,6 +87,23 @@ def data(tmp_path_factory):
 
     known = {"train": texts(3, 12), "val": texts(3, 8), "test": texts(3, 6)}
     unknown = {f"oos_{name}": [[text, "oos"] for text, _ in texts(3, 4)] for name in ("train", "val", "test")}
+    rows = texts(3, 30)
+    csv = "".join(f"{text},{intent},{'ood' if intent == 'intent2' else 'train'}\n" for text, intent in rows)
+    (folder / "texts.csv").write_text(f"text,label,split\n{csv}")
+    pandas.DataFrame({"embedding": list(rng.normal(size=(400, 4))), "label": np.arange(400) % 4 - 1}).to_parquet(
+        folder / "table.parquet"
+    )
+    for place in ("train/a", "train/b", "ood/c"):
+        (folder / "photos" / place).mkdir(parents=True)
+        for number in range(30):
+            Image.fromarray(rng.integers(0, 256, (9, 9, 3), dtype=np.uint8)).save(
+                folder / "photos" / place / f"{number}.png"
+            )
+    with suppress(ImportError):
+        import datasets
+
+        named = {"text": [text for text, _ in rows], "label": [intent for _, intent in rows]}
+        datasets.DatasetDict({"train": datasets.Dataset.from_dict(named)}).save_to_disk(str(folder / "saved"))
     (folder / "clinc150").mkdir()
     (folder / "clinc150" / "data_full.json").write_text(json.dumps(known | unknown))
     (folder / "genomics_ood").mkdir()
@@ -153,9 +187,11 @@ def test_a_comparison_repeats_itself_with_every_backbone(backbone, rows, request
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("benchmark", ["features", "cifar100_vs_cifar10"])
-def test_a_comparison_repeats_itself_on_the_other_benchmarks(benchmark, rows):
-    words = {"features": ["benchmark.path=DATA/features.npz", "backbone=mlp"]}
+@pytest.mark.parametrize("benchmark", ["cifar100_vs_cifar10", *OWN])
+def test_a_comparison_repeats_itself_on_the_other_benchmarks(benchmark, rows, bert):
+    if benchmark == "hf_dataset":
+        pytest.importorskip("datasets")
+    words = {name: [f"benchmark.path=DATA/{path}", *more] for name, (path, *more) in OWN.items()}
     images = ["benchmark.far=[]", "limit_train=200", "limit_test=100", "backbone=small_cnn"]
     same_rows_whatever_else(rows, f"benchmark={benchmark}", *words.get(benchmark, images))
 
@@ -175,7 +211,7 @@ def test_every_benchmark_is_among_them():
     files = {name: (config_kit.CONF / "benchmark" / f"{name}.yaml").read_text() for name in choices("benchmark")}
     of_the_framework = {name for name, text in files.items() if name == "framework" or "  - framework\n" in text}
     assert "odin_cifar10" in of_the_framework  # one class serves them all
-    assert used | {"features"} | of_the_framework == set(files)
+    assert used | {*OWN} | of_the_framework == set(files)
 
 
 @pytest.mark.slow

