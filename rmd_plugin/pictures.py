@@ -111,7 +111,7 @@ def _decode(content: bytes, path: str | os.PathLike[str], *, small: bool = False
             if max(opened.size) > _LONGEST_STRIP * min(opened.size):
                 raise ValueError(f"a strip of {opened.width} x {opened.height} pixels")
             if small:
-                opened.draft("RGB", (opened.width // 8, opened.height // 8))
+                opened.draft("RGB", (max(1, opened.width // 8), max(1, opened.height // 8)))
             opened.load()
             return upright_rgb(opened)
     except DataFormatError:

@@ -125,7 +125,6 @@ def test_with_onnx_the_file_is_there_and_the_card_says_so(run, tmp_path):
         ([], "out must be given: add out=VALUE"),
         (["out=guard", "detector=[rmd,msp]"], "a guard has one detector, got rmd, msp"),
         (["out=guard", "detector=odin"], "detectors on features or logits, which ODIN is not"),
-        (["out=guard", "detector=knn", "onnx=true"], "KNN cannot be exported"),
         (["out=guard", "head=null"], "a guard needs a classifier"),
         (["out=guard", "alpha=0.001"], "needs 999"),
         (["out=guard", "alpha=2"], "alpha"),
@@ -152,6 +151,12 @@ def test_without_the_extra_the_guard_is_written_without_onnx_and_that_is_said(ru
     assert not (tmp_path / "guard" / "model.onnx").exists()
     assert "rmd-plugin[export]" in run("out=other", "onnx=true", code=1)
     assert "onnx must be true, false or auto, got 'maybe'" in run("out=other", "onnx=maybe", code=1)
+
+
+def test_a_detector_that_cannot_be_exported_is_refused_before_anything_is_written(run, tmp_path):
+    pytest.importorskip("onnxruntime")
+    assert "KNN cannot be exported" in run("out=guard", "detector=knn", "onnx=true", code=1)
+    assert not (tmp_path / "guard").exists()
 
 
 def test_a_benchmark_that_needs_a_path_asks_for_it(run):

@@ -93,6 +93,7 @@ def test_a_probe_can_still_be_asked_for(run, tmp_path):
     assert select(folder.read_rows(), metric="ACC")[0].value > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["embeddings", "features", "hf_dataset", "image_folder", "text_file"])
 @pytest.mark.parametrize("command", ["rmd-compare", "rmd-train"])
 def test_the_help_explains_the_options_of_the_chosen_benchmark(run, command, name):
@@ -124,6 +125,7 @@ def check_run_without_ood(folder, out):
     assert "nan" not in page.lower().split("<h2>how it was made")[0].split("base64")[0]
 
 
+@pytest.mark.slow
 def test_a_comparison_without_any_ood_set_gives_accuracy_and_false_alarms(run, tmp_path):
     folder, out = run("rmd-compare", *without_ood(tmp_path))
     check_run_without_ood(folder, out)

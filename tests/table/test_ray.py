@@ -1,13 +1,13 @@
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import ray
 import torch
 from table_kit import truncate, write_parts
 
 from rmd_plugin import RMD, FusedRMD, fit_table, score_table
 from rmd_plugin.untrusted import DataFormatError
 
+ray = pytest.importorskip("ray", reason="ray is not installed (extra ray)")
 # of Ray's own modules
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
 
