@@ -1,11 +1,13 @@
 """Own embeddings: every format is the same benchmark, mapped, and as good as benchmark=features."""
 
+import functools
 import gc
 import glob
 import multiprocessing
 import os
 import pickle
 import tempfile
+import types
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +17,7 @@ import torch
 from safetensors.numpy import save_file
 from torch.utils.data import DataLoader
 
-from rmd_plugin.benchmarks import DataFormatError, DataNotFoundError, Embeddings, Features
+from rmd_plugin.benchmarks import DataFormatError, DataNotFoundError, Embeddings, Features, embeddings
 
 D = 4
 NAMES = np.array(["cat", "dog", "eel"], dtype=object)
@@ -37,7 +39,9 @@ def temporary(tmp_path, monkeypatch):
     """A folder for temporary files of its own; at the end none is left."""
     folder = tmp_path / "temporary"
     folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    # of this module alone: the sockets of worker processes need short paths
+    here = functools.partial(tempfile.NamedTemporaryFile, dir=folder)
+    monkeypatch.setattr(embeddings, "tempfile", types.SimpleNamespace(NamedTemporaryFile=here))
     yield folder
     if any(folder.iterdir()):
         gc.collect()
