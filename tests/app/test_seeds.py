@@ -2,12 +2,16 @@
 
 import json
 import random
+from importlib.util import find_spec
 
 import config_kit
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from config_kit import choices
+from PIL import Image
 
 from rmd_plugin.app.commands import compare, train
 from rmd_plugin.compare.rows import read_rows
@@ -41,6 +45,17 @@ BACKBONES = {
     "bit_r50x1": [*IMAGES, "backbone.pretrained=false"],
     "vit_b16": [*IMAGES, "backbone.pretrained=false"],
     "clip_vit_b32": [*IMAGES, "backbone.pretrained=false"],
+}
+#: benchmarks of one's own data -> what they are run with
+OWN = {
+    "features": ["benchmark.path=DATA/features.npz", "backbone=mlp"],
+    "embeddings": ["benchmark.path=DATA/table.parquet", "backbone=mlp"],
+    "hf_dataset": ["benchmark.path=DATA/saved", "backbone=mlp", "benchmark.ood=[2]"],
+    "image_folder": ["benchmark.path=DATA/photos", "backbone=resnet18_cifar", "backbone.widths=[4,4,4,4]", "alpha=0.4"],
+    "text_file": [
+        *("benchmark.path=DATA/texts.csv", "backbone.name=DATA/bert", "backbone.max_length=16"),
+        "alpha=0.4",
+    ],
 }
 FAST = ("identity",)
 TRAINED = ["bert", "genomics_cnn", "genomics_bert", "resnet18_cifar", "wrn40_2", "mlp", "small_cnn"]
@@ -78,6 +93,24 @@ def data(tmp_path_factory):
             lines.append(f"{read}\t{domain}{number % 10}\tgenome\t{domain}")
         (folder / "genomics_ood" / f"{split}.txt").write_text("\n".join(lines) + "\n")
     return folder
+
+
+@pytest.fixture(scope="module")
+def own_data(data):
+    """The same folder, with a table, pictures, texts and a saved data set."""
+    rng, labels = np.random.default_rng(1), np.arange(400) % 4 - 1
+    z = rng.normal(size=(400, 4)).astype(np.float32)
+    pq.write_table(pa.table({"embedding": list(z), "label": labels}), data / "table.parquet")
+    lines = [f"{' '.join(rng.choice(WORDS[5:], 4))},{number % 3 - 1}" for number in range(90)]
+    (data / "texts.csv").write_text("\n".join(["text,label", *lines]))
+    for number in range(90):
+        place = data / "photos" / ("train/a", "train/b", "ood/c")[number % 3]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(place / f"{number}.png")
+    if find_spec("datasets"):
+        from datasets import Dataset
+
+        Dataset.from_dict({"vector": z.tolist(), "label": labels % 3}).save_to_disk(str(data / "saved"))
 
 
 @pytest.fixture
@@ -149,16 +182,17 @@ def test_a_comparison_repeats_itself_with_every_backbone(backbone, rows, request
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("benchmark", ["features", "cifar100_vs_cifar10"])
-def test_a_comparison_repeats_itself_on_the_other_benchmarks(benchmark, rows):
-    words = {"features": ["benchmark.path=DATA/features.npz", "backbone=mlp"]}
+@pytest.mark.parametrize("benchmark", [*OWN, "cifar100_vs_cifar10"])
+def test_a_comparison_repeats_itself_on_the_other_benchmarks(benchmark, rows, own_data, bert):
+    if benchmark == "hf_dataset":
+        pytest.importorskip("datasets")
     images = ["benchmark.far=[]", "limit_train=200", "limit_test=100", "backbone=small_cnn"]
-    same_rows_whatever_else(rows, f"benchmark={benchmark}", *words.get(benchmark, images))
+    same_rows_whatever_else(rows, f"benchmark={benchmark}", *OWN.get(benchmark, images))
 
 
 def test_every_benchmark_is_among_them():
     used = {word.partition("=")[2] for words in BACKBONES.values() for word in words if word.startswith("benchmark=")}
-    assert used | {"features"} == set(choices("benchmark"))
+    assert used | set(OWN) == set(choices("benchmark"))
 
 
 @pytest.mark.slow
