@@ -97,10 +97,10 @@ class Features(OODBenchmark):
             raise ValueError(f"ood_distance must be 'near' or 'far', got {self.ood_distance!r}")
         if not self.test_fraction > 0:
             raise ValueError(f"test_fraction must be above 0, got {self.test_fraction}")
-        self.path = find_path(self.path, self.data_dir, "file of features (.npz, .pt or .npy)")
+        self.path = find_path(self.path, self.data_dir, "file of features", ".npz, .pt or .npy")
         labels_path = self.labels_path
         if labels_path is not None:
-            labels_path = find_path(labels_path, self.data_dir, "file of labels (.npy)")
+            labels_path = find_path(labels_path, self.data_dir, "file of labels", ".npy")
         self._arrays = _load(self.path, labels_path)
 
         val: Split | None = None

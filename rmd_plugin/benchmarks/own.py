@@ -164,8 +164,8 @@ def _negative(label: Any) -> bool:
     return isinstance(label, int) and label < 0
 
 
-def find_path(path: str | Path, data_dir: str | Path | None, what: str) -> Path:
-    """A file or folder of the user's: as given, or else in the data folder.
+def find_path(path: str | Path, data_dir: str | Path | None, what: str, kinds: str = "") -> Path:
+    """A file or folder of the user's: as given, or else in the data folder; ``kinds`` says which would do, in errors.
 
     Raises:
         DataNotFoundError: with the places looked in.
@@ -177,8 +177,8 @@ def find_path(path: str | Path, data_dir: str | Path | None, what: str) -> Path:
     for place in places:
         if place.exists():
             return place
-    option = what.partition(" ")[0].upper()
-    raise DataNotFoundError(f"no {what}: looked for {'; '.join(map(str, places))}. Pass path={option}.")
+    option = f"path={what.partition(' ')[0].upper()}{f' ({kinds})' if kinds else ''}"
+    raise DataNotFoundError(f"no {what}: looked for {'; '.join(map(str, places))}. Pass {option}.")
 
 
 def without_bad(found: Mapping[str, Rows], on_bad: str, where: str | Path) -> dict[str, Rows]:

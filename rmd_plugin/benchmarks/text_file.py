@@ -40,7 +40,7 @@ class TextFile(OwnData):
 
     def read(self) -> Mapping[str, Rows]:
         """Read all texts."""
-        self.path = path = find_path(self.path, self.data_dir, "file or folder of texts (.csv, .jsonl)")
+        self.path = path = find_path(self.path, self.data_dir, "file or folder of texts", ".csv or .jsonl")
         if path.is_dir():
             files = split_files(path, ENDINGS)
             if TRAIN not in files:

@@ -295,7 +295,7 @@ def test_a_choice_that_needs_a_value_asks_for_it(choice, expected, run):
 
 def test_a_missing_file_is_one_clear_line(run):
     _, err = run("benchmark=features", "benchmark.path=nothing.npz", "detector=[rmd]", tiny=False, code=1)
-    assert err.startswith("rmd-compare: no file of features (.npz, .pt or .npy): looked for nothing.npz")
+    assert err.startswith("rmd-compare: no file of features: looked for nothing.npz")
 
 
 def test_a_seed_that_is_no_number_is_one_clear_line(run):

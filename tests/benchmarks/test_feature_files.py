@@ -128,7 +128,7 @@ def test_a_relative_path_is_looked_for_here_and_then_in_the_data_folder(tmp_path
     assert Features("a.npz", data_dir=tmp_path).path == tmp_path / "a.npz"
     monkeypatch.setenv("RMD_DATA_DIR", str(tmp_path))
     assert Features("a.npz").path == tmp_path / "a.npz"
-    with pytest.raises(DataNotFoundError, match=r"no file of features .*looked for b\.npz; .*Pass path=FILE"):
+    with pytest.raises(DataNotFoundError, match=r"no file of features: looked for b\.npz; .*Pass path=FILE \(\.npz"):
         Features("b.npz")
     monkeypatch.delenv("RMD_DATA_DIR")
     with pytest.raises(DataNotFoundError, match="RMD_DATA_DIR is not set"):

@@ -164,7 +164,7 @@ def test_folders_without_training_texts_and_absent_files_are_refused(tmp_path):
     write(tmp_path / "all" / "train.jsonl", records())
     with pytest.raises(DataFormatError, match=r"two files for train: train\.csv and train\.jsonl"):
         TextFile(tmp_path / "all")
-    with pytest.raises(DataNotFoundError, match=r"no file or folder of texts .*nowhere"):
+    with pytest.raises(DataNotFoundError, match=r"no file or folder of texts: .*nowhere.*Pass path=FILE \(\.csv or"):
         TextFile(tmp_path / "nowhere.csv")
 
 
