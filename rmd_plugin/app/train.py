@@ -35,7 +35,7 @@ from rmd_plugin.backbones.base import Backbone
 from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.backbones.fetch import find_checkpoint
 from rmd_plugin.benchmarks.base import OODBenchmark
-from rmd_plugin.compare.comparison import direction_terms
+from rmd_plugin.compare.directions import direction_terms
 from rmd_plugin.compare.extraction import Extractor
 from rmd_plugin.monitor.callback import OODMonitor
 from rmd_plugin.report.page import write_report

@@ -40,7 +40,6 @@ from rmd_plugin.compare.rows import (
 from rmd_plugin.detectors.calibrated import Calibrated
 from rmd_plugin.detectors.conformal import Calibration, check_level
 from rmd_plugin.detectors.functional import NumericalWarning
-from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis
 from rmd_plugin.encoding.batches import Encoded
 from rmd_plugin.encoding.isolation import evaluating, isolated_rng
 
@@ -120,18 +119,6 @@ def compare(
         log.warning("Stopped: %d of %d detectors are done.", len(result.scores), len(detectors))
         result.interrupted = True
     return result
-
-
-def direction_terms(extractor: Extractor) -> dict[str, dict[str, np.ndarray]]:
-    """What every direction adds to the scores of MD and RMD: detector -> test or OOD set -> terms of shape (N, r)."""
-    fit = extractor.features(TRAIN)
-    splits = (TEST, *extractor.distance)
-    found = {}
-    for name, detector in (("mahalanobis", Mahalanobis()), ("rmd", RMD())):
-        with _collected([]):  # the comparison has told what there is to tell
-            detector.fit_features(fit.features, fit.labels)
-        found[name] = {split: detector.contributions(extractor.features(split).features).numpy() for split in splits}
-    return found
 
 
 class _Run:
