@@ -95,8 +95,8 @@ class Embeddings(OwnData):
                 splits.append(batch.splits)
                 if file is not None:
                     file.write(batch.features.astype("<f4", copy=False).data)
-        if count == 0:
-            raise DataFormatError(path, "has no rows")
+            if count == 0:
+                raise DataFormatError(path, "has no rows")
         if file is None:
             source = MappedRows(layout)  # type: ignore[arg-type]
         else:

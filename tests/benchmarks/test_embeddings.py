@@ -211,7 +211,9 @@ def test_rows_without_a_label_or_with_a_strange_split_are_refused(tmp_path):
     with pytest.raises(DataFormatError, match="row 89: the split is 'dev'"):
         Embeddings(tmp_path / "b.parquet")
     np.savez(tmp_path / "c.npz", embedding=z[:0], label=y[:0])
-    with pytest.raises(DataFormatError, match="has no rows"):
-        Embeddings(tmp_path / "c.npz")
+    pq.write_table(as_table(z, y)[:0], tmp_path / "c.parquet")
+    for name in ("c.npz", "c.parquet"):
+        with pytest.raises(DataFormatError, match="has no rows"):
+            Embeddings(tmp_path / name)
     with pytest.raises(DataNotFoundError, match=r"no file or folder of embeddings: looked for .*Pass path=FILE"):
         Embeddings(tmp_path / "nowhere.parquet")
