@@ -1,12 +1,13 @@
 """Own embeddings: every format is the same benchmark, mapped, and as good as benchmark=features."""
 
+import functools
 import gc
 import glob
 import multiprocessing
 import os
 import pickle
 import tempfile
-from pathlib import Path
+import types
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ import torch
 from safetensors.numpy import save_file
 from torch.utils.data import DataLoader
 
-from rmd_plugin.benchmarks import DataFormatError, DataNotFoundError, Embeddings, Features
+from rmd_plugin.benchmarks import DataFormatError, DataNotFoundError, Embeddings, Features, embeddings
 
 D = 4
 NAMES = np.array(["cat", "dog", "eel"], dtype=object)
@@ -34,16 +35,17 @@ PARTS = {"train": blobs(90, 0), "val": blobs(30, 1), "test": (Z, Y), "ood:far": 
 
 
 @pytest.fixture(autouse=True)
-def temporary(monkeypatch):
+def temporary(tmp_path, monkeypatch):
     """A folder for temporary files of its own; at the end none is left."""
-    # not below tmp_path: workers put sockets here, of 107 letters at most, and wait for ever otherwise
-    folder = Path(tempfile.mkdtemp(prefix="rmd"))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    # of this module alone: the sockets of worker processes need short paths
+    here = functools.partial(tempfile.NamedTemporaryFile, dir=folder)
+    monkeypatch.setattr(embeddings, "tempfile", types.SimpleNamespace(NamedTemporaryFile=here))
     yield folder
     if any(folder.iterdir()):
         gc.collect()
     assert list(folder.iterdir()) == []
-    folder.rmdir()
 
 
 def as_table(z, y, **more):
