@@ -68,5 +68,7 @@ def with_transforms(options: VisionOptions, usual: ImageTransform, origin: str, 
 
 
 def shared_only(options: VisionOptions) -> PreparedOptions:
-    """The options without those about pictures."""
+    """The options without those about pictures; TypeError if there are others."""
+    if unknown := sorted(options.keys() - VisionOptions.__annotations__.keys()):
+        raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
     return cast(PreparedOptions, {name: options[name] for name in SharedOptions.__annotations__ if name in options})  # type: ignore[literal-required]
