@@ -41,7 +41,7 @@ def report_runs(folders: Sequence[Path], output: Path, *, metric: str, reference
 
     from rmd_plugin.report.aggregate import summarise
     from rmd_plugin.report.gather import gather_runs
-    from rmd_plugin.report.summary import terminal_tables, write_summary
+    from rmd_plugin.report.summary import overall_tables, write_summary
     from rmd_plugin.report.table import to_terminal
 
     runs = gather_runs(folders)
@@ -51,7 +51,7 @@ def report_runs(folders: Sequence[Path], output: Path, *, metric: str, reference
         return summary, []
     files = write_summary(summary, output)
     console = Console()
-    for table in terminal_tables(summary, console.width):
+    for table in overall_tables(summary):
         console.print(to_terminal(table))
     for run in (run for run in summary.runs if run.outcome != "done"):
         what = f"{run.path} ({run.name})" if run.name else str(run.path)

@@ -216,15 +216,16 @@ def ranks(values: Mapping[str, float], *, lower: bool = False) -> dict[str, floa
 def paired_difference(groups: Sequence[Sequence[float]]) -> Difference:
     """Mean of paired differences, a list for each group, with the 95 % t interval; every group weighs the same.
 
-    Where every group has two seeds or more, the groups are taken as they are and the seeds as a sample: the variance is
-    that of a mean of independent group means, with Welch and Satterthwaite's degrees of freedom. For one group this is
-    the paired t interval. Where a group has one seed only, the group means are the sample, if there are three or more.
+    Where every group has three seeds or more, the groups are taken as they are and the seeds as a sample: the variance
+    is that of a mean of independent group means, with Welch and Satterthwaite's degrees of freedom. For one group this
+    is the paired t interval. Where a group has fewer, the group means are the sample, if there are three or more. Two
+    of anything give no interval: with one degree of freedom it is thirteen standard errors wide.
     """
     estimates = [estimate(group) for group in groups if group]
     if not estimates:
         return Difference(math.nan)
     between = estimate([item.mean for item in estimates])
-    if all(item.count > 1 for item in estimates):
+    if all(item.count > 2 for item in estimates):
         parts = [item.deviation**2 / item.count / len(estimates) ** 2 for item in estimates]
         freedom_parts = math.fsum(part**2 / (item.count - 1) for part, item in zip(parts, estimates, strict=True))
         error = math.sqrt(math.fsum(parts))

@@ -118,39 +118,20 @@ def summary_tables(summary: Summary, base: Path) -> list[Table]:
     return [*overall_tables(summary), *group_tables(summary), *([missing] if missing.rows else [])]
 
 
-def overall_tables(summary: Summary, *, columns: int = _WIDEST) -> list[Table]:
+def overall_tables(summary: Summary) -> list[Table]:
     """Detectors x groups: mean ± standard deviation over the seeds, mean rank, difference to the reference.
 
-    With more groups than ``columns`` they come so many at a time, and the last two in a table of their own.
+    Many groups come a few at a time, and the last two columns in a table of their own.
     """
     groups = list(summary.groups)
     if not groups:
         return []
     detectors = summary.ordered()
-    if len(groups) <= columns:
+    if len(groups) <= _WIDEST:
         return [_detector_table(summary, detectors, groups, overall=True)]
-    chunks = [groups[start : start + columns] for start in range(0, len(groups), columns)]
+    chunks = [groups[start : start + _WIDEST] for start in range(0, len(groups), _WIDEST)]
     parts = [_detector_table(summary, detectors, chunk, overall=False) for chunk in chunks]
     return [*parts, _detector_table(summary, detectors, [], overall=True)]
-
-
-def terminal_tables(summary: Summary, width: int) -> list[Table]:
-    """The overall tables with as many groups side by side as a terminal of so many columns has room for."""
-    for columns in range(_WIDEST, 1, -1):
-        tables = overall_tables(summary, columns=columns)
-        if all(_folded_width(table) <= width for table in tables):
-            return tables
-    return overall_tables(summary, columns=1)
-
-
-def _folded_width(table: Table) -> int:
-    """Width of the table on a terminal with the small print below the numbers."""
-    total = 0
-    for number, column in enumerate(table.columns):
-        texts = [*column.title.split(), column.detail]
-        texts += [text for row in table.rows for text in (row[number].text, row[number].detail)]
-        total += max(map(len, texts)) + 3
-    return total
 
 
 def _detector_table(summary: Summary, detectors: Sequence[str], groups: Sequence[Group], *, overall: bool) -> Table:
@@ -280,10 +261,10 @@ def _notes(summary: Summary, differences: Iterable[Difference]) -> Iterator[str]
     if "benchmarks" in over:
         yield (
             f"To {reference}: mean difference to {reference} in the same run, with the 95 % t interval over the "
-            "benchmarks, because there are benchmarks with one seed only."
+            "benchmarks, because there are benchmarks with fewer than three seeds."
         )
     if "" in over:
-        yield "A difference without interval has too few runs for one: it takes two seeds or three benchmarks."
+        yield "A difference without interval has too few runs for one: it takes three seeds or three benchmarks."
     if summary.reference not in summary.ordered():
         yield f"No difference: no run has the reference detector {reference}."
     seeds: dict[tuple[int, ...], list[str]] = {}

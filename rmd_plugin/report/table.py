@@ -167,14 +167,15 @@ def to_html(table: Table) -> str:
 def to_terminal(table: Table, *, width: int | None = None) -> Group:
     """The table for ``rich.print``: the best numbers in bold, the small print dim, the notes below.
 
-    Where it is wider than ``width`` columns, by default those of this terminal, the small print goes below the numbers.
+    Where it is wider than ``width`` columns, by default those of this terminal, the small print goes below the numbers;
+    where that is still too wide, the columns come in several tables below each other, each with the first column.
     """
     from rich import box
     from rich.console import Console, Group
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    def draw(between: str) -> RichTable:
+    def draw(between: str, places: Sequence[int]) -> RichTable:
         def cell(item: Cell) -> Text:
             return with_detail(Text(item.text, style="bold" if item.bold else ""), item.detail)
 
@@ -182,17 +183,29 @@ def to_terminal(table: Table, *, width: int | None = None) -> Group:
             return text.append(f"{between}{detail}", style="dim") if detail else text
 
         drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in table.columns:
+        for column in (table.columns[place] for place in places):
             head = with_detail(Text(column.title.replace(" ", between), style="bold"), column.detail)
-            # wider than the terminal rather than without its last columns
+            # wider than the terminal rather than without its last digits
             drawn.add_column(head, justify=column.align, no_wrap=True, min_width=1)
         for row in table.rows:
-            drawn.add_row(*map(cell, row))
+            drawn.add_row(*(cell(row[place]) for place in places))
         return drawn
 
     console = Console(width=width)
-    wide = draw(" ")
-    fits = console.measure(wide, options=console.options.update(max_width=10_000)).maximum <= console.width
+
+    def fits(drawn: RichTable) -> bool:
+        return console.measure(drawn, options=console.options.update(max_width=10_000)).maximum <= console.width
+
+    everything = range(len(table.columns))
+    drawn = [draw(" ", everything)]
+    if not fits(drawn[0]):
+        parts: list[list[int]] = [[0]]
+        for place in everything[1:]:
+            if len(parts[-1]) == 1 or fits(draw("\n", [*parts[-1], place])):
+                parts[-1].append(place)
+            else:
+                parts.append([0, place])
+        drawn = [draw("\n", part) for part in parts]
     # not the table's own title, which would be as narrow as the table
     title = [Text(table.title, style="bold")] if table.title else []
-    return Group(*title, wide if fits else draw("\n"), *(Text(note, style="dim") for note in table.notes))
+    return Group(*title, *drawn, *(Text(note, style="dim") for note in table.notes))
