@@ -28,11 +28,13 @@ from rmd_plugin.atomic import replacing
 from rmd_plugin.backbones.base import Backbone
 from rmd_plugin.compare.comparison import Comparison
 from rmd_plugin.compare.comparison import compare as compare_detectors
+from rmd_plugin.compare.directions import direction_terms
 from rmd_plugin.compare.extraction import Extractor
 from rmd_plugin.detectors.calibrated import Calibrated
 from rmd_plugin.detectors.files import write_state
 from rmd_plugin.report.provenance import current_command
 from rmd_plugin.report.run_folder import DETECTORS, HEAD, RunFolder
+from rmd_plugin.report.samples import collect_samples
 from rmd_plugin.report.table import to_html, to_latex, to_markdown, to_terminal
 from rmd_plugin.report.tables import comparison_tables, decision_tables
 
@@ -56,7 +58,6 @@ def compare(cfg: DictConfig) -> None:
         folder.note(preprocessing=say_preprocessing(cfg, backbone, benchmark))
         extractor = make_extractor(cfg, benchmark, backbone, device)
         result = evaluate(cfg, extractor, folder, remark=untrained_remark(cfg, backbone))
-        print(f"Written to {folder.path}")
         if result.interrupted:
             raise KeyboardInterrupt
 
@@ -88,7 +89,19 @@ def evaluate(cfg: DictConfig, extractor: Extractor, folder: RunFolder, *, remark
     for table in tables:
         console.print(to_terminal(table, width=console.width))
     _keep_detectors(result, folder)
+    _report(extractor, result, folder)
     return result
+
+
+def _report(extractor: Extractor, result: Comparison, folder: RunFolder) -> None:
+    """Write the page about the run, and what it shows beside the numbers."""
+    if {"rmd", "mahalanobis"} & result.scores.keys():
+        folder.write_directions(direction_terms(extractor))
+    if samples := collect_samples(result.rows, result.scores, extractor.raw):
+        folder.write_samples(samples)
+    from rmd_plugin.report.page import write_report  # imports matplotlib
+
+    print(f"Report: {write_report(folder)}")
 
 
 def console_width() -> int | None:

@@ -204,7 +204,7 @@ def _reference(about: Mapping[str, Any]) -> Histogram | None:
 def _previews(inputs: Inputs, names: Collection[str]) -> dict[str, Picture | str]:
     """Thumbnails or texts of some samples, as far as they can still be read."""
     from rmd_plugin.pictures import read_picture
-    from rmd_plugin.report.score_page import thumbnail
+    from rmd_plugin.report.cards import thumbnail
 
     if inputs.kind == "features":
         return {}

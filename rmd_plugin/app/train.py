@@ -35,10 +35,8 @@ from rmd_plugin.backbones.base import Backbone
 from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.backbones.fetch import find_checkpoint
 from rmd_plugin.benchmarks.base import OODBenchmark
-from rmd_plugin.compare.directions import direction_terms
 from rmd_plugin.compare.extraction import Extractor
 from rmd_plugin.monitor.callback import OODMonitor
-from rmd_plugin.report.page import write_report
 from rmd_plugin.report.provenance import current_command
 from rmd_plugin.report.run_folder import RunFolder
 
@@ -104,8 +102,6 @@ def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
 
         extractor = make_extractor(cfg, benchmark, backbone, evaluation_device(cfg.trainer))
         result = evaluate(cfg, extractor, folder)
-        folder.write_directions(direction_terms(extractor))
-        print(f"Report: {write_report(folder)}")
         if interrupted or result.interrupted:
             raise KeyboardInterrupt
         return score

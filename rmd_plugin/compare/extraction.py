@@ -146,6 +146,13 @@ class Extractor:
                 self._found[split] = self._fetch(split)
         return self._found[split]
 
+    def raw(self, split: str, position: int) -> tuple[object, str]:
+        """A sample before any transform, None where the data keep none, and the name of its class or nothing."""
+        dataset: Any = self._raw(split)
+        names, label = self.benchmark.class_names, int(dataset.labels[position]) if hasattr(dataset, "labels") else -1
+        item = dataset.raw(position) if hasattr(dataset, "raw") else None
+        return item, str(names[label]) if names is not None and 0 <= label < len(names) else ""
+
     def logits(self, split: str) -> Tensor | None:
         """Logits of a split of shape (N, K) where the data bring them, as a file of features may; else None."""
         given = getattr(self.benchmark, "logits", None)

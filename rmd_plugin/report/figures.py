@@ -14,14 +14,13 @@ from matplotlib.figure import Figure
 from rmd_plugin.compare.rows import AUROC, SECONDS, THRESHOLD, Row, at_level, levels, select
 from rmd_plugin.report import style
 from rmd_plugin.report.names import OURS, label
+from rmd_plugin.report.score_axis import ScoreAxis, score_axis
 from rmd_plugin.report.scores import CALIBRATION, ID, Scores
 from rmd_plugin.report.tables import has_intervals, near_far_means, ood_sets, ranking, set_title
 
 if TYPE_CHECKING:
     from rmd_plugin.report.aggregate import Summary
 
-#: a bin at either end takes what lies beyond these quantiles of all scores
-_CLIP = (0.005, 0.995)
 #: up to which level of false alarms calibration is drawn: beyond, nobody decides
 _LEVELS = 0.2
 
@@ -110,7 +109,8 @@ def histogram_figure(
 ) -> Figure:
     """Histograms of the scores, one panel per detector: in-distribution filled, OOD sets as lines named in place.
 
-    Scores beyond the outer half percent are counted in the outermost bins: a few wild ones do not squeeze the rest.
+    Scores beyond the outer half percent are counted in the outermost bins, and where OOD scores reach far the axis is
+    stretched around the ID scores (see :func:`score_axis`): a few wild ones do not squeeze the rest.
     The rows of the comparison tell near from far, the threshold of each detector, and by :func:`choose_detectors` which
     to draw.
     """
@@ -124,8 +124,8 @@ def histogram_figure(
         for axes, detector in zip(grid, chosen, strict=True):
             names = [ID, *(name for name in _near_first(distances) if name in scores[detector])]
             mine = {name: scores[detector][name] for name in names if np.isfinite(scores[detector][name]).any()}
-            histogram_panel(axes, mine, colours, "score, higher = more OOD")
-            if marked := _mark_threshold(axes, [row for row in rows if row.detector == detector]):
+            axis = histogram_panel(axes, mine, colours, "score, higher = more OOD")
+            if marked := _mark_threshold(axes, axis, [row for row in rows if row.detector == detector]):
                 axes.set_xlabel(f"{axes.get_xlabel()}; {marked}", fontsize=style.SMALL)
             near = means.get(detector, {}).get("near", math.nan)
             area = "" if math.isnan(near) else f", near AUROC {100 * near:.1f}"
@@ -133,32 +133,39 @@ def histogram_figure(
     return figure
 
 
-def histogram_panel(axes: Axes, samples: Mapping[str, np.ndarray], colours: Mapping[str, str], text: str) -> None:
-    """Histograms of samples by name, ID filled and the others as lines, each named in place; ``text`` is below."""
-    edges = _edges(list(samples.values()))
+def histogram_panel(axes: Axes, samples: Mapping[str, np.ndarray], colours: Mapping[str, str], text: str) -> ScoreAxis:
+    """Histograms of samples by name, ID filled and the others as lines, each named in place; ``text`` is below.
+
+    Returns where scores stand on the axis.
+    """
+    axis = score_axis(list(samples.values()), samples.get(ID, np.empty(0)))
+    edges, places = axis.edges, axis.place(axis.edges)
     curves = []
     for name, values in samples.items():
         heights, _ = np.histogram(np.clip(values, edges[0], edges[-1]), bins=edges)
         density = heights / heights.sum()
         if name == ID:
-            axes.stairs(density, edges, color=colours[name], fill=True, alpha=0.35)
-        axes.stairs(density, edges, color=colours[name], linewidth=1.2 if name == ID else 2.2)
+            axes.stairs(density, places, color=colours[name], fill=True, alpha=0.35)
+        axes.stairs(density, places, color=colours[name], linewidth=1.2 if name == ID else 2.2)
         curves.append(("in-distribution" if name == ID else name, colours[name], density))
     if curves:
-        _curve_labels(axes, curves, edges)
+        _curve_labels(axes, curves, places)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(text, fontsize=style.SMALL)
-    axes.locator_params(axis="x", nbins=4)
+    if axis.width:
+        axes.set_xticks(*axis.ticks())
+    else:
+        axes.locator_params(axis="x", nbins=4)
+    return axis
 
 
-def _mark_threshold(axes: Axes, rows: Sequence[Row]) -> str:
+def _mark_threshold(axes: Axes, axis: ScoreAxis, rows: Sequence[Row]) -> str:
     """A line at the threshold of the smallest level, and what it means in words; none beyond the axis."""
     for alpha in levels(rows):
-        left, right = axes.get_xlim()
         for row in select(rows, metric=at_level(THRESHOLD, alpha), status="ok"):
-            if left < row.value < right:
-                axes.axvline(row.value, color="black", linewidth=1.2, linestyle=style.DASHES[1])
+            if axis.edges[0] < row.value < axis.edges[-1]:
+                axes.axvline(float(axis.place(row.value)), color="black", linewidth=1.2, linestyle=style.DASHES[1])
                 return f"dashed: {100 * alpha:g} % false alarms"
     return ""
 
@@ -312,17 +319,6 @@ def _detector_axis(axes: Axes, detectors: Sequence[str]) -> None:
     axes.set_ylim(-len(detectors) + 0.4, 0.6)
     axes.tick_params(axis="y", length=0)
     style.quiet_grid(axes, axis="x")
-
-
-def _edges(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    finite = [array[np.isfinite(array)] for array in arrays]
-    values = np.concatenate([*finite, np.empty(0)]).astype(np.float64)
-    low, high = np.quantile(values, _CLIP) if len(values) else (0.0, 1.0)
-    if not high > low:
-        low, high = low - 0.5, high + 0.5
-    # a bin of a small set would hold one score or none
-    smallest = min(map(len, finite), default=0)
-    return np.linspace(low, high, min(40, max(8, int(2 * smallest**0.5))) + 1)
 
 
 def _rank_labels(axes: Axes, entries: Sequence[tuple[float, str, dict[str, Any]]]) -> None:

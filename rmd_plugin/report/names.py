@@ -78,6 +78,35 @@ _TABLE = {
 }
 LABELS = {detector: name for detector, (name, _, _) in _TABLE.items()}
 
+#: what the short names stand for, said once where they are used
+LONG_NAMES = {
+    "rmd": "relative Mahalanobis distance: to the nearest class, less that to all of the training data",
+    "fused": "RMD with the marginal distance added back, weighted from training data alone",
+    "mahalanobis": "Mahalanobis distance to the nearest class",
+    "marginal": "marginal Mahalanobis distance: to all of the training data as one class",
+    "partial": "partial Mahalanobis distance: along a part of the directions",
+    "msp": "maximum softmax probability, the usual baseline",
+    "knn": "distance to the k-th nearest training sample",
+    "vim": "virtual-logit matching: logits, and what lies outside their principal space",
+    "energy": "log-sum-exp of the logits",
+    "max_logit": "the largest logit",
+    "gen": "generalised entropy of the softmax",
+    "she": "simplified Hopfield energy: the pattern of the predicted class",
+    "fdbd": "fast decision boundary: distance to the other classes",
+    "nnguide": "nearest-neighbour guidance of the energy",
+    "nci": "neural collapse inspired: closeness to the weights of the head",
+    "gmm": "Gaussian mixture of the features",
+    "pnml": "predictive normalised maximum likelihood",
+    "dice": "directed sparsification of the head",
+    "lts": "logit scaling by the strongest features",
+    "react": "rectified activations",
+    "ash": "activation shaping",
+    "vra": "variational rectified activation",
+    "nac": "neuron activation coverage",
+    "odin": "temperature and a small step on the input",
+    "mcm": "maximum concept matching",
+}
+
 
 def label(detector: str) -> str:
     """Name of a detector for readers; one that is not in the table keeps its own."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.compare.rows import ACCURACY, AUROC, Row, select, unique
+from rmd_plugin.report.cards import Card
+from rmd_plugin.report.choice import choose
 from rmd_plugin.report.document import Picture, picture, render
-from rmd_plugin.report.figures import calibration_figure, choose_detectors, histogram_figure
-from rmd_plugin.report.names import OURS, label
+from rmd_plugin.report.figures import calibration_figure, histogram_figure
+from rmd_plugin.report.names import LABELS, LONG_NAMES, OURS, label
 from rmd_plugin.report.run_figures import (
     contributions_figure,
     epochs_figure,
@@ -21,11 +24,13 @@ from rmd_plugin.report.run_figures import (
     partial_sums_figure,
 )
 from rmd_plugin.report.run_folder import CONFIG, REPORT, RunFolder, RunStatus, describe_error
+from rmd_plugin.report.samples import Samples, sample_cards
 from rmd_plugin.report.scores import ID, Directions, Scores
 from rmd_plugin.report.tables import (
+    WORDS,
     comparison_tables,
     decision_tables,
-    near_far_means,
+    interval,
     ood_sets,
     percent,
     ranking,
@@ -78,7 +83,7 @@ def render_report(run: RunFolder) -> str:
 
     rows, status, versions = read(run.read_rows) or [], read(run.read_status), read(run.read_versions) or {}
     scores, directions, history = read(run.read_scores), read(run.read_directions), read(run.read_history)
-    config = read(lambda: run.read_text(CONFIG)) or ""
+    config, samples = read(lambda: run.read_text(CONFIG)) or "", read(run.read_samples)
 
     def names(attribute: str) -> str:
         about = status.about.get(attribute, "") if status is not None else ""
@@ -90,11 +95,15 @@ def render_report(run: RunFolder) -> str:
         seed=names("seed"),
         status=status,
         tiles=part(_key_figures, rows, status),
+        advice=part(_advice, rows),
+        commands=part(_commands, rows, run, status, str(versions.get("command", ""))),
+        words=part(_words, rows),
         tables=part(lambda: [table for table in comparison_tables(rows) if table.rows or table.notes]),
         decisions=part(decision_tables, rows),
         calibration=part(_calibration, rows, scores or {}),
         epochs=part(_epochs, rows, history or []),
         histograms=part(_histograms, rows, scores or {}),
+        samples=part(_samples, rows, samples),
         directions=part(_directions, rows, directions or {}),
         problems=problems,  # of the parts above, too
         versions=versions,
@@ -103,27 +112,75 @@ def render_report(run: RunFolder) -> str:
 
 
 def _key_figures(rows: Sequence[Row], status: RunStatus | None) -> list[tuple[str, str, str]]:
-    """Name, number and small print of each."""
-    items = [
+    """Name, number and small print of each: the detector to take, what it finds and flags, then the rest."""
+    items = []
+    choice = choose(rows) if _one_comparison(rows) else None
+    if choice is not None:
+        where = "near-OOD AUROC" if choice.judged == "near" else "AUROC"
+        items.append(("Take", label(choice.detector), f"highest {where}: {percent(choice.auroc)} %"))
+        if choice.alarms is not None:
+            which = "near-OOD" if choice.judged == "near" else "OOD"
+            if not math.isnan(choice.detected):
+                level = f"of {which} samples, at {100 * choice.alpha:g} % false alarms"
+                items.append(("Finds", f"{100 * choice.detected:.1f} %", level))
+            asked = f"of the ID test set; asked for {100 * choice.alpha:g} % {interval(choice.alarms)}"
+            items.append(("False alarms", f"{100 * choice.alarms.value:.1f} %", asked.strip()))
+    items += [
         ("Accuracy", f"{percent(row.value)} %", row.reason or "in-distribution test set")
         for row in select(rows, metric=ACCURACY, detector="", status="ok")
     ]
-    if _one_comparison(rows):
-        means = near_far_means(rows)
-        for distance in ("near", "far"):
-            values = {name: found[distance] for name, found in means.items() if not math.isnan(found[distance])}
-            if values:
-                best = max(values, key=lambda name: values[name])
-                items.append((f"Best on {distance}-OOD", f"{percent(values[best])} %", f"AUROC of {label(best)}"))
-        rmd, md = (means.get(name, {}) for name in ("rmd", "mahalanobis"))
-        which = "near" if not math.isnan(rmd.get("near", math.nan)) else "all"
-        gain = 100 * (rmd.get(which, math.nan) - md.get(which, math.nan))
-        if not math.isnan(gain):
-            where = "near-OOD AUROC" if which == "near" else "AUROC"
-            items.append(("RMD against MD", f"{gain:+.2f}".replace("-", "−"), f"points of {where}"))
     if status is not None and not math.isnan(status.seconds):
         items.append(("Time", _duration(status.seconds), "the whole run"))
     return items
+
+
+def _advice(rows: Sequence[Row]) -> list[str]:
+    """Why this detector, in sentences."""
+    choice = choose(rows) if _one_comparison(rows) else None
+    if choice is None:
+        return []
+    sets = "near-OOD sets" if choice.judged == "near" else "OOD sets"
+    lines = [f"{label(choice.detector)} ranks OOD above ID samples best, by its mean AUROC over the {sets}."]
+    if choice.rivals:
+        names = ", ".join(map(label, choice.rivals))
+        lines.append(
+            f"These data do not tell it from {names}: their intervals overlap, so the simplest or fastest will do."
+        )
+    if choice.alarms is not None and choice.alarms.low > choice.alpha:
+        lines.append(
+            "It flags more of the ID test set than was asked for: the validation data that set the threshold are not "
+            "like the test data, or the training chose its weights by them."
+        )
+    lines.append("It was chosen by the test sets shown here; OOD data of another kind may have another order.")
+    return lines
+
+
+def _commands(rows: Sequence[Row], run: RunFolder, status: RunStatus | None, command: str) -> list[tuple[str, str]]:
+    """What to do next: a sentence and a command each."""
+    choice = choose(rows) if _one_comparison(rows) else None
+    names = {key: status.about.get(key) for key in ("benchmark", "backbone")} if status is not None else {}
+    if choice is None or not all(names.values()):
+        return []
+    parts = ["rmd-fit", *(f"{key}={name}" for key, name in names.items())]
+    best = run.file("checkpoints") / "best.ckpt"
+    parts += [f"checkpoint={best}"] if best.is_file() else []
+    if choice.detector in LABELS:
+        parts.append(f"detector={choice.detector}")
+    own = (
+        "Make a guard of it, one folder that scores new data (with the benchmark.* and backbone.* options of this run):"
+    )
+    program = "rmd-train" if "rmd-train" in command else "rmd-compare"
+    return [
+        (own, shlex.join([*parts, "out=guard"])),
+        ("Then score data that nobody has labelled:", "rmd-score guard FOLDER"),
+        ("See whether the order holds over seeds:", f"{program} -m seed=0,1,2,3,4 && rmd-report multirun"),
+    ]
+
+
+def _words(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """The words and the short names on the page, with what they mean."""
+    found = [(word, meaning) for word, meaning in WORDS.items() if ood_sets(rows)]
+    return found + [(label(name), LONG_NAMES[name]) for name in ranking(rows) if name in LONG_NAMES]
 
 
 def _epochs(rows: Sequence[Row], history: Sequence[Mapping[str, Any]]) -> list[Picture]:
@@ -140,11 +197,24 @@ def _epochs(rows: Sequence[Row], history: Sequence[Mapping[str, Any]]) -> list[P
 
 def _histograms(rows: Sequence[Row], scores: Scores) -> list[Picture]:
     # scores belong to one comparison
-    shown = [name for name in choose_detectors(rows) if name in scores] if _one_comparison(rows) else []
+    shown = [name for name in ranking(rows) if name in scores] if _one_comparison(rows) else []
     return [
         picture(histogram_figure(scores, rows, detectors=[name]), f"Histogram of the scores of {label(name)}")
         for name in shown
     ]
+
+
+def _samples(rows: Sequence[Row], samples: Samples | None) -> list[tuple[str, list[tuple[str, list[Card]]]]]:
+    """Detector, and title and cards of each group."""
+    if samples is None:
+        return []
+    distances = ood_sets(rows)
+    titles = {"highest": "the most unknown", "lowest": "the most ordinary, found last"}
+    groups = []
+    for group, cards in sample_cards(samples, rows):
+        name = "in-distribution test set" if group.ood == ID else set_title(group.ood, distances)
+        groups.append((f"{name}: {titles[group.end]}", cards))
+    return [(label(samples.detector), groups)]
 
 
 def _calibration(rows: Sequence[Row], scores: Scores) -> list[Picture]:

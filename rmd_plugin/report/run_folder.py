@@ -24,6 +24,7 @@ import numpy as np
 from rmd_plugin.atomic import replacing
 from rmd_plugin.compare.rows import SECONDS, Row, read_rows, write_rows
 from rmd_plugin.report.provenance import collect_versions, current_command
+from rmd_plugin.report.samples import Samples, parse_samples
 from rmd_plugin.report.scores import Profile, read_directions, read_scores, write_directions, write_scores
 from rmd_plugin.untrusted import DataFormatError, from_csv_cell, one_line, read_mapping, read_text, to_csv_cell
 
@@ -37,6 +38,7 @@ SCORES = "scores.npz"  # of every detector on every set
 DIRECTIONS = "directions.npz"  # contributions along the directions of a detector, summarised
 DETECTORS = "detectors"  # of the comparison, fitted and calibrated, a file each
 HEAD = "head.safetensors"  # the linear layer from features to logits that they were compared with
+SAMPLES = "samples.json"  # those with the highest and lowest scores, as thumbnails or texts
 REPORT = "report.html"  # the page about the run
 
 #: of a config or of versions, in bytes, and of a table
@@ -279,6 +281,19 @@ class RunFolder:
     def read_scores(self) -> dict[str, dict[str, np.ndarray]]:
         """What :meth:`write_scores` wrote; empty if there is none."""
         return read_scores(self.file(SCORES)) if self.file(SCORES).exists() else {}
+
+    def write_samples(self, samples: Samples) -> None:
+        """Write the samples with the outermost scores."""
+        self._write_json(SAMPLES, samples.to_plain())
+
+    def read_samples(self) -> Samples | None:
+        """What :meth:`write_samples` wrote; None if there is nothing."""
+        if not self.file(SAMPLES).exists():
+            return None
+        try:
+            return parse_samples(json.loads(read_text(self.file(SAMPLES), _MAX_TABLE)))
+        except ValueError as error:
+            raise RunFolderError(f"{self.file(SAMPLES)}: {error}") from error
 
     def write_directions(self, contributions: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Summarise and write contributions: detector -> set -> terms (N, r) as ``detector.contributions(z)`` gives."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,16 +15,14 @@ from matplotlib.figure import Figure
 
 from rmd_plugin.atomic import replacing
 from rmd_plugin.report import style
+from rmd_plugin.report.cards import Card, make_card
 from rmd_plugin.report.document import Picture, picture, render
 from rmd_plugin.report.score_summary import P_BINS, REASONS, ScoreRow, ScoreSummary
 from rmd_plugin.report.table import Cell, Column, Table
 from rmd_plugin.untrusted import one_line
 
-if TYPE_CHECKING:
-    from PIL import Image
-
-#: longer side of a thumbnail in pixels, letters of a text, classes in the table
-_SIDE, _LETTERS, _CLASSES = 160, 280, 50
+#: classes in the table
+_CLASSES = 50
 _FLAGGED = style.PALETTE["vermilion"]
 
 
@@ -48,19 +44,6 @@ class ScoringRun:
     reference: Histogram | None = None  #: scores of the guard's own validation data
     total: int = 0  #: items that there are
     interrupted: bool = False
-
-
-@dataclass(frozen=True)
-class _Card:
-    """One sample on the page: its picture or its text, if there is one, and its numbers as a reader wants them."""
-
-    name: str
-    score: str
-    p_value: str
-    nearest: str
-    is_ood: bool
-    picture: Picture | None = None
-    text: str = ""
 
 
 #: names of samples -> what they look like: a thumbnail or the text, as far as there is one
@@ -95,16 +78,6 @@ def render_scores(summary: ScoreSummary, run: ScoringRun, previews: Previews) ->
     )
 
 
-def thumbnail(image: Image.Image, alt: str) -> Picture:
-    """A small JPEG of a picture for a page."""
-    small = image.copy()
-    small.thumbnail((_SIDE, _SIDE))
-    buffer = io.BytesIO()
-    small.save(buffer, "JPEG", quality=80)
-    source = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
-    return Picture(source, alt, small.width, small.height)
-
-
 def percent(share: float) -> str:
     """A share for readers: ``23 %``, with a digit more where it is small."""
     if math.isnan(share):
@@ -128,17 +101,9 @@ def _tiles(summary: ScoreSummary, run: ScoringRun) -> list[tuple[str, str, str]]
     ]
 
 
-def _card(row: ScoreRow, seen: Picture | str | None) -> _Card:
-    text = one_line(seen) if isinstance(seen, str) else ""
-    return _Card(
-        name=one_line(row.name),
-        score=number(row.score),
-        p_value=f"{row.p_value:.2g}",
-        nearest=one_line(row.nearest),
-        is_ood=row.is_ood,
-        picture=seen if isinstance(seen, Picture) else None,
-        text=text if len(text) <= _LETTERS else f"{text[:_LETTERS]}…",
-    )
+def _card(row: ScoreRow, seen: Picture | str | None) -> Card:
+    details = [f"score {number(row.score)}", f"p-value {row.p_value:.2g}", f"nearest: {row.nearest}"]
+    return make_card(row.name, details, row.is_ood, seen)
 
 
 def _class_table(summary: ScoreSummary) -> Table:

@@ -47,6 +47,8 @@ class Column:
     detail: str = ""
     #: break its cells anywhere where a page is narrow: for paths, which may be long and hold no space
     wrap: bool = False
+    #: what the title means, shown where a page can
+    hint: str = ""
 
     def __post_init__(self) -> None:
         _make_plain(self, "title", "detail")

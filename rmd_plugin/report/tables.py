@@ -28,6 +28,16 @@ from rmd_plugin.compare.rows import (
 from rmd_plugin.report.names import label
 from rmd_plugin.report.table import Column, DetectorTable, Table, number_cells
 
+#: the words of a table, a line each
+WORDS = {
+    "AUROC": "chance that an OOD sample scores higher than an ID one: 50 % is guessing, 100 % no overlap",
+    "FPR95": "share of ID samples that are flagged when the threshold is so low that 95 % of the OOD samples are found",
+    "near": "OOD that resembles the training data, such as new classes of the same kind: the hard case",
+    "far": "OOD of another kind altogether, such as noise: the easy case",
+}
+#: why a detector may rank OOD below ID samples
+_BLIND = {"knn": "it scales features to unit length, so how far they reach does not count"}
+
 
 def comparison_tables(rows: Sequence[Row]) -> list[Table]:
     """One table for every benchmark, backbone and seed among the rows, in the order of their first appearance.
@@ -92,19 +102,23 @@ def _comparison_table(rows: list[Row], benchmark: str, backbone: str, seed: int)
         mine = {row.detector: row for row in select(rows, metric=AUROC, ood=name, status="ok")}
         values = [mine[detector].value if detector in mine else math.nan for detector in detectors]
         details = [interval(mine[detector]) if detector in mine else "" for detector in detectors]
-        column = Column(name if len(sets) > 1 else f"AUROC, {name}", detail=f"({distance})" if distance else "")
-        table.add(column, number_cells(values, percent, details, best="highest"))
+        title, detail = name if len(sets) > 1 else f"AUROC, {name}", f"({distance})" if distance else ""
+        table.add(
+            Column(title, detail=detail, hint=f"AUROC: {WORDS['AUROC']}"),
+            number_cells(values, percent, details, best="highest"),
+        )
     means = near_far_means(rows)
     for distance in ("near", "far"):
         if len(sets) > 1 and distance in sets.values():
             values = [means[detector][distance] for detector in detectors]
-            table.add(Column(f"{distance} mean"), number_cells(values, percent, best="highest"))
+            column = Column(f"{distance} mean", hint=f"mean AUROC over {distance}-OOD sets: {WORDS[distance]}")
+            table.add(column, number_cells(values, percent, best="highest"))
     if sets:
         fpr = near_far_means(rows, FPR95)
         which = "near" if "near" in sets.values() else "all"
         values = [fpr.get(detector, {}).get(which, math.nan) for detector in detectors]
         title = "FPR95" if len(sets) == 1 else f"FPR95, {which}"
-        table.add(Column(title), number_cells(values, percent, best="lowest"))
+        table.add(Column(title, hint=WORDS["FPR95"]), number_cells(values, percent, best="lowest"))
     for title, metric in (("fit", FIT_SECONDS), ("score", SCORE_SECONDS)):
         times = {row.detector: row.value for row in select(rows, metric=metric, status="ok")}
         values = [times.get(detector, math.nan) for detector in detectors]
@@ -173,8 +187,24 @@ def _notes(rows: list[Row]) -> list[str]:
             notes.append(f"No accuracy: {row.reason}.")
     for row in select(rows, metric=SHIFT_ACCURACY, status="ok"):
         notes.append(f"Accuracy on {row.ood}, in-distribution under a covariate shift: {percent(row.value)} %.")
+    notes += _below_chance(rows)
     notes += _detector_notes([row for row in rows if "@" not in row.metric])
     return notes + _reasons([row for row in rows if "@" in row.metric], "skipped", "No decisions")
+
+
+def _below_chance(rows: list[Row]) -> list[str]:
+    """A remark on each detector that finds OOD samples more ordinary than ID ones, which surprises."""
+    below = [
+        row
+        for row in select(rows, metric=AUROC, status="ok")
+        if (row.value if math.isnan(row.high) else row.high) < 0.5
+    ]
+    notes = []
+    for name in unique(below, "detector"):
+        sets = ", ".join(unique(select(below, detector=name), "ood"))
+        why = f": {_BLIND[name]}" if name in _BLIND else ""
+        notes.append(f"Below chance: {label(name)} on {sets} finds OOD samples more ordinary than ID ones{why}.")
+    return notes
 
 
 def _detector_notes(rows: list[Row]) -> list[str]:

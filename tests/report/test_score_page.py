@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from rmd_plugin.report import score_summary
+from rmd_plugin.report.cards import thumbnail
 from rmd_plugin.report.document import Picture
 from rmd_plugin.report.score_page import (
     Histogram,
@@ -20,7 +21,6 @@ from rmd_plugin.report.score_page import (
     percent,
     render_scores,
     scores_figure,
-    thumbnail,
     write_scores_page,
 )
 from rmd_plugin.report.score_summary import EXTREMES, REASONS, score_schema, summarise_scores
