@@ -81,7 +81,7 @@ LABELS = {detector: name for detector, (name, _, _) in _TABLE.items()}
 #: what the short names stand for, said once where they are used
 LONG_NAMES = {
     "rmd": "relative Mahalanobis distance: to the nearest class, less that to all of the training data",
-    "fused": "RMD with the marginal distance added back, weighted from training data alone",
+    "fused": "RMD, the energy of the classifier and a guard against far samples in one score",
     "mahalanobis": "Mahalanobis distance to the nearest class",
     "marginal": "marginal Mahalanobis distance: to all of the training data as one class",
     "partial": "partial Mahalanobis distance: along a part of the directions",

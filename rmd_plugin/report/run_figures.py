@@ -21,6 +21,8 @@ from rmd_plugin.report.tables import set_title
 #: name that the monitor gives to the mean over the OOD sets
 MEAN = "mean"
 _SIZE = (6.4, 4.2)
+#: more names than this have no room beside a panel
+_NAMES = 12
 #: more directions than this stand on a logarithmic axis
 _LINEAR = 40
 
@@ -50,13 +52,13 @@ def epochs_figure(
     Args:
         history: rows with epoch, step, detector, ood, metric and value, as a monitor keeps them.
         sets: the OOD sets, or ``mean``; by default :func:`history_sets`.
-        detectors: those that have a colour, as far as there are enough; by default as they appear. The others are grey.
+        detectors: those that have a name, as far as there is room; by default as they appear. The others are grey.
         distances: OOD set -> ``near`` or ``far``, for its heading.
     """
     sets = history_sets(history) if sets is None else sets
     rows = [row for row in history if row["ood"] in sets and row["metric"] == AUROC]
     found = list(dict.fromkeys(str(row["detector"]) for row in rows))
-    named = [name for name in (found if detectors is None else detectors) if name in found][: len(style.CYCLE)]
+    named = [name for name in (found if detectors is None else detectors) if name in found][:_NAMES]
     # several validations within an epoch need a finer scale
     points = {(row["epoch"], row["step"]) for row in rows}
     by_epoch = len({epoch for epoch, _ in points}) == len(points)

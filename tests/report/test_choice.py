@@ -1,0 +1,53 @@
+import math
+
+import numpy as np
+import pytest
+
+from rmd_plugin.compare.rows import Row
+from rmd_plugin.report.choice import choose
+from rmd_plugin.report.tables import comparison_tables
+
+
+def auroc(detector, ood, value, distance, low=math.nan, high=math.nan):
+    return Row("b", ood, "net", detector, 0, "AUROC", value, distance=distance, low=low, high=high)
+
+
+ROWS = [
+    auroc("rmd", "cats", 0.90, "near", 0.85, 0.95),
+    auroc("rmd", "dogs", 0.80, "near", 0.75, 0.85),
+    auroc("rmd", "noise", 0.10, "far", 0.05, 0.15),
+    auroc("knn", "cats", 0.86, "near", 0.80, 0.90),
+    auroc("knn", "dogs", 0.78, "near", 0.72, 0.84),
+    auroc("knn", "noise", 0.02, "far", 0.01, 0.03),
+    auroc("msp", "cats", 0.89, "near", 0.84, 0.94),
+    auroc("msp", "dogs", 0.60, "near", 0.55, 0.65),
+    auroc("msp", "noise", 0.99, "far", 0.98, 1.00),
+    Row("b", "", "net", "rmd", 0, "false_alarms@0.05", 0.06, low=0.04, high=0.09),
+    Row("b", "cats", "net", "rmd", 0, "detected@0.05", 0.7, distance="near"),
+    Row("b", "dogs", "net", "rmd", 0, "detected@0.05", 0.5, distance="near"),
+    Row("b", "noise", "net", "rmd", 0, "detected@0.05", 0.0, distance="far"),
+]
+
+
+def test_the_leader_is_judged_by_near_sets_and_only_overlapping_intervals_make_rivals():
+    choice = choose(ROWS)
+    assert (choice.detector, choice.judged) == ("rmd", "near")
+    assert choice.auroc == pytest.approx(np.mean([0.9, 0.8]))
+    assert choice.rivals == ["knn"]  # msp is told apart on dogs
+    assert (choice.alpha, choice.detected, choice.alarms.value) == (0.05, pytest.approx(0.6), 0.06)
+
+
+def test_without_near_sets_all_count_and_without_any_there_is_no_choice():
+    far = [row for row in ROWS if row.distance == "far" and row.metric == "AUROC"]
+    assert (choose(far).detector, choose(far).judged, choose(far).rivals) == ("msp", "all", [])
+    assert math.isnan(choose(far).alpha)
+    assert choose([row for row in ROWS if row.metric == "false_alarms@0.05"]) is None
+    assert choose([]) is None
+
+
+def test_a_number_below_chance_has_a_remark_that_says_why():
+    (table,) = comparison_tables(ROWS)
+    remarks = [note for note in table.notes if note.startswith("Below chance")]
+    assert [remark.split()[2] for remark in remarks] == ["RMD", "KNN"]
+    assert "unit length" in remarks[1]
+    assert all("noise" in remark and "cats" not in remark for remark in remarks)
