@@ -11,7 +11,7 @@ import numpy as np
 #: a bin at either end takes what lies beyond these quantiles of all scores
 _CLIP = (0.005, 0.995)
 #: scores that reach further than so many widths of the crowd stand on a stretched axis
-_REACH = 12.0
+_REACH = 8.0
 
 
 @dataclass(frozen=True)
