@@ -98,6 +98,17 @@ def table_state(detector: Detector, path: str, features: str = "embedding", labe
 
     Raises:
         DataFormatError: if the file is bad.
+
+    Example:
+        >>> import os, tempfile
+        >>> import pyarrow as pa
+        >>> import pyarrow.parquet as pq
+        >>> from rmd_plugin import RMD
+        >>> rows = {"embedding": [[0.0, 1.0], [1.0, 0.0], [4.0, 5.0], [5.0, 4.0]], "label": [0, 0, 1, 1]}
+        >>> path = os.path.join(tempfile.mkdtemp(), "rows.parquet")
+        >>> pq.write_table(pa.table(rows), path)
+        >>> RMD(shrinkage=0.1).fit_moments(table_state(RMD(), path) + table_state(RMD(), path)).n_classes
+        2
     """
     columns, metric = Columns(features, labels), _empty(_on_moments(detector))
     (file,), width = check_files(list_files(path), columns, None, refuse)

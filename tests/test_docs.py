@@ -1,0 +1,81 @@
+"""What the site promises beyond its build: examples everywhere, a gallery that says its limits, no lost page."""
+
+import inspect
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from test_readme import README, blocks, run, shell_lines
+
+import rmd_plugin
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+SCRIPTS = sorted((DOCS / "gallery").glob("*.py"))
+PAGES = [DOCS / name for name in ("index.md", "lightning.md", "compare.md", "sweep.md", "deploy.md", "choose.md")]
+
+
+def test_the_gallery_has_its_eight_scripts():
+    assert len(SCRIPTS) == 8
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_gallery_script_has_a_title_a_limit_and_words_for_every_picture(script):
+    text = script.read_text()
+    assert re.match(r"# %% \[markdown\]\n# # \S", text)
+    last = text.rsplit("# %% [markdown]", 1)[1]
+    assert last.startswith("\n# ## What this does not show\n#\n# ")
+    shown = re.findall(r'^# alt: .{30,}\nfigure\.savefig\("\w+\.png"', text, re.MULTILINE)
+    assert len(shown) == text.count("savefig")
+    assert shown or "print(" in text
+
+
+def test_the_site_and_the_list_for_language_models_have_every_page():
+    navigation = (ROOT / ".ci/mkdocs.yml").read_text()
+    listed = re.findall(r"\]\(([^)]+)\)", (DOCS / "llms.txt").read_text())
+    assert [link for link in listed if not (DOCS / link).is_file()] == []
+    assert {path.name for path in DOCS.glob("*.md")} <= set(listed)
+    assert {f"gallery/{script.name}" for script in SCRIPTS} <= set(listed)
+    for script in SCRIPTS:
+        assert f"gallery/{script.stem}.md" in navigation
+
+
+@pytest.mark.parametrize("name", [name for name in rmd_plugin.__all__ if name != "__version__"])
+def test_a_public_name_has_a_docstring_with_an_example(name):
+    item = getattr(rmd_plugin, name)
+    text = inspect.getdoc(item) or ""
+    if inspect.isclass(item) and issubclass(item, Warning):
+        assert text
+    else:
+        assert re.search(r"^Example:\n(?:.*\n)*?\s+>>> ", text, re.MULTILINE), name
+
+
+def test_pages_repeat_the_blocks_of_the_readme_word_by_word():
+    shown = blocks("python")
+    for page in ("lightning.md", "deploy.md"):
+        block = blocks("python", page=(DOCS / page).read_text())[0]
+        assert block in shown
+
+
+def test_the_block_of_the_first_page_runs():
+    generator = torch.Generator().manual_seed(0)
+    z, y = torch.randn(300, 5, generator=generator), torch.arange(300) % 3
+    z[:, 0] += 9.0 * y
+    names = {"z_train": z[:200], "y_train": y[:200], "z_held_out": z[200:], "z_new": z[:4] + 40}
+    (block,) = blocks("python", page=(DOCS / "index.md").read_text())
+    exec(compile(block, "docs/index.md", "exec"), names)
+    assert names["detector"].is_ood_features(names["z_new"]).all()
+
+
+def commands():
+    lines = [line for page in PAGES for line in shell_lines(page.read_text())]
+    return [line for line in dict.fromkeys(lines) if line not in shell_lines(README)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [line for line in commands() if not line.startswith("rmd-score")])
+def test_commands_of_the_pages_compose(command, tmp_path):
+    assert shlex.split(command)[0].startswith("rmd-")
+    assert run(f"{command} --cfg job", tmp_path)
