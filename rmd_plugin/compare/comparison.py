@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 
-from rmd_plugin.compare.adapters import ON_INPUTS, Adapter, Factory, NetworkParts, NotSupported, build
+from rmd_plugin.compare.adapters import ON_INPUTS, Adapter
 from rmd_plugin.compare.bootstrap import Bootstrap
+from rmd_plugin.compare.building import Factory, NetworkParts, NotSupported, build
 from rmd_plugin.compare.decisions import decide
 from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor, SplitFeatures
 from rmd_plugin.compare.metrics import compare_scores

@@ -11,17 +11,8 @@ from pytorch_ood.api import Detector, FeaturesDetector, LogitsDetector
 from torch import nn
 
 import rmd_plugin
-from rmd_plugin.compare.adapters import (
-    Adapter,
-    NetworkParts,
-    NotSupported,
-    adopt,
-    build,
-    detector_class,
-    give_head,
-    has_head,
-    takes_head,
-)
+from rmd_plugin.compare.adapters import Adapter, adopt, has_head, takes_head
+from rmd_plugin.compare.building import NetworkParts, NotSupported, build, detector_class, give_head
 from rmd_plugin.detectors.calibrated import Calibrated
 from rmd_plugin.detectors.conformal import Calibration
 from rmd_plugin.detectors.snapshot import NotKeptError, damaged, restore_snapshot, take_snapshot
