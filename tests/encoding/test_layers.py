@@ -76,7 +76,7 @@ def test_layers_that_there_are_not_are_named_with_what_there_is():
 def test_what_a_layer_gave_is_kept_before_the_network_works_on_it_in_place():
     network = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     x = torch.randn(5, 2)
-    with hearing(network, {"0": network[0]}, lambda layer, output, mask: output.clone()) as found:
+    with hearing(network, {"0": network[0]}, lambda name, layer, output, mask: output.clone()) as found:
         network(x)
     assert torch.equal(found["0"], nn.functional.linear(x, network[0].weight, network[0].bias))
     assert not network[0]._forward_hooks
