@@ -10,6 +10,7 @@ logits           ``fit_logits``                                             ``pr
 head             ``fit`` on a loader of features, the head as the model     ``predict`` on features, with gradients
 inputs           ``fit`` on a loader of inputs, the network as the model    ``predict`` on inputs, with gradients
 layers           ``fit`` on a loader of inputs, the network layer by layer  ``predict`` on inputs
+pooled           ``fit_layers`` on pooled features of inner layers          ``predict_layers``
 ===============  =========================================================  ========================================
 
 :func:`rmd_plugin.compare.building.build` makes a detector from its class, :func:`adopt` takes one that somebody else
@@ -34,6 +35,7 @@ from rmd_plugin.detectors.base import StatefulDetector, raise_if_interrupted
 from rmd_plugin.detectors.calibrated import bare
 from rmd_plugin.detectors.multi_layer import MultiLayer
 from rmd_plugin.encoding.batches import Encoded
+from rmd_plugin.encoding.layer_encoder import LayerEncoder
 
 
 class Representation(Enum):
@@ -46,9 +48,10 @@ class Representation(Enum):
     HEAD = "features, through the head with gradients"
     INPUTS = "inputs, through the whole network"
     LAYERS = "inputs, through the network layer by layer"
+    POOLED = "pooled features of inner layers"
 
 
-_MOMENTS, _FEATURES, _MAPS, _LOGITS, _HEAD, _INPUTS, _LAYERS = Representation
+_MOMENTS, _FEATURES, _MAPS, _LOGITS, _HEAD, _INPUTS, _LAYERS, _POOLED = Representation
 
 #: detector class -> what it is fed; the first line that fits counts
 _FED: Mapping[type, Representation] = {
@@ -61,7 +64,7 @@ _FED: Mapping[type, Representation] = {
     framework.Gram: _LAYERS,
     framework.MultiMahalanobis: _LAYERS,
     framework.RankFeat: _LAYERS,
-    MultiLayer: _LAYERS,
+    MultiLayer: _POOLED,
     LogitsDetector: _LOGITS,
     FeaturesDetector: _FEATURES,
     FeatureMapsDetector: _MAPS,
@@ -77,6 +80,7 @@ _METHODS: Mapping[Representation, tuple[str, str]] = {
     _HEAD: ("fit", "predict"),
     _INPUTS: ("fit", "predict"),
     _LAYERS: ("fit", "predict"),
+    _POOLED: ("fit_layers", "predict_layers"),
 }
 
 #: what runs the network itself, so it is fed inputs
@@ -94,22 +98,24 @@ class Adapter:
     fitted_on: Representation | None  #: None if it needs no fit
     scored_on: Representation
     fit_split: str = "train"  #: the split that it is fitted on, ``train`` or, for calibration, ``val``
+    layers: LayerEncoder | None = None  #: hears the layers of a detector that is fed pooled ones
 
     def fit(self, data: Any) -> None:
         """Fit the detector; Ctrl-C stays one, even if the detector takes it as a wish to end its fit early.
 
         Args:
-            data: for detectors on inputs a loader of pairs (x, y); for those on moments the moments; for these and all
-                others the encoded training set, with labels.
+            data: for detectors on inputs a loader of pairs (x, y); for those on moments the moments, for those on
+                pooled layers layer -> moments; for these and all others the encoded training set, with labels.
         """
         detector: Any = self.detector
         if self.fitted_on is None:
             return
         if not isinstance(data, Encoded):
-            (detector.fit_moments if self.fitted_on is _MOMENTS else detector.fit)(data)
+            whole = {_MOMENTS: "fit_moments", _POOLED: "fit_layer_moments"}
+            getattr(detector, whole.get(self.fitted_on, "fit"))(data)
         else:
-            values, labels = take(self.fitted_on, data), cast(Tensor, data.labels)
-            if not isinstance(bare(detector), StatefulDetector):
+            values, labels = self.take(self.fitted_on, data), cast(Tensor, data.labels)
+            if not isinstance(bare(detector), StatefulDetector | MultiLayer):
                 values, labels = values.cpu(), labels.cpu()  # the framework fits on the CPU, partly with numpy
             if self.fitted_on is _HEAD:
                 pairs = TensorDataset(values, labels)
@@ -120,7 +126,12 @@ class Adapter:
 
     def score(self, encoded: Encoded) -> Tensor:
         """OOD scores of an encoded batch, shape (B,); higher means more likely OOD."""
-        return self.score_values(take(self.scored_on, encoded))
+        return self.score_values(self.take(self.scored_on, encoded))
+
+    def take(self, representation: Representation, encoded: Encoded) -> Any:
+        """What :func:`take` gives; of pooled layers those that the detector has, under their own names."""
+        values = take(representation, encoded)
+        return values if self.layers is None else {name: values[key] for name, key in self.layers.keys().items()}
 
     def score_values(self, values: Any) -> Tensor:
         """OOD scores of what :func:`take` gives."""
@@ -142,6 +153,8 @@ def take(representation: Representation, encoded: Encoded) -> Any:
         return encoded.logits
     if representation in ON_INPUTS:
         return encoded.inputs
+    if representation is _POOLED:
+        return encoded.layers
     if representation is _MAPS:
         return encoded.features.float()[:, :, None, None]  # as the framework documents it for pooled features
     return encoded.features.float() if representation is _HEAD else encoded.features
@@ -150,10 +163,11 @@ def take(representation: Representation, encoded: Encoded) -> Any:
 def adopt(detector: Detector) -> Adapter:
     """A detector that somebody else has made: what it is fed follows from what it offers.
 
-    One that is neither on features nor on logits has a network of its own, so it gets inputs.
+    One that is neither on features, of one layer or of several, nor on logits has a network of its own, so it gets
+    inputs.
     """
     fed = fed_with(type(bare(detector)))
-    scored_on = fed if fed in (_FEATURES, _LOGITS) else _INPUTS
+    scored_on = fed if fed in (_FEATURES, _LOGITS, _POOLED) else _INPUTS
     return Adapter(detector, fitted_on(detector, scored_on), scored_on)
 
 

@@ -23,12 +23,13 @@ from rmd_plugin.detectors.calibrated import bare
 from rmd_plugin.detectors.multi_layer import MultiLayer
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.encoding.isolation import evaluating
+from rmd_plugin.encoding.layer_encoder import LayerEncoder
 from rmd_plugin.encoding.layers import LayerChain, LayerNames, find_layers
 
 #: a detector class, or a partial of one with its options
 Factory = Callable[..., Detector]
 
-_MOMENTS, _FEATURES, _MAPS, _LOGITS, _HEAD, _INPUTS, _LAYERS = Representation
+_MOMENTS, _FEATURES, _MAPS, _LOGITS, _HEAD, _INPUTS, _LAYERS, _POOLED = Representation
 
 #: fitted on held-out data, as the framework's own benchmark script does
 _CALIBRATED = (framework.TemperatureScaling, framework.KLMatching)
@@ -49,6 +50,7 @@ class NetworkParts:
     has_logits: bool = False  #: whether there are logits though no such classifier is at hand
     model: nn.Module | None = None  #: maps inputs to logits; by default the encoder and the head
     differentiable: bool = True  #: whether the inputs are real numbers, so that gradients reach them
+    listens: bool = False  #: whether somebody hears inner layers while the network is run
     sample: Any = field(default=None, repr=False)  #: a small batch of inputs, to see what the layers give
     norm_std: list[float] | None = None  #: standard deviations that the inputs were normalised by, per channel
     #: embeddings of the class names of shape (K, D), from a vision-language backbone
@@ -67,6 +69,15 @@ def detector_class(factory: object) -> type[Detector] | None:
     """The detector class that a factory is, or is a partial of; None if it is something else."""
     kind = factory.func if isinstance(factory, functools.partial) else factory
     return kind if isinstance(kind, type) and issubclass(kind, Detector) else None
+
+
+def wanted_layers(factory: Factory, network: nn.Module) -> LayerEncoder | None:
+    """The inner layers of the network whose pooled features a detector would be fed; None for other detectors."""
+    if not issubclass(detector_class(factory) or object, MultiLayer):
+        return None
+    options = getattr(factory, "keywords", {})
+    given = {name: options[name] for name in ("layers", "pooling") if options.get(name) is not None}
+    return LayerEncoder(network, **given)
 
 
 def build(factory: Factory, parts: NetworkParts) -> Adapter:
@@ -100,11 +111,16 @@ def build(factory: Factory, parts: NetworkParts) -> Adapter:
     # its encoder is the one that the features come from
     on_features = fed is _INPUTS and hasattr(detector, "fit_features")
     fitted = fitted_on(detector, _FEATURES if on_features else fed)
-    return Adapter(detector, fitted, fed, "val" if isinstance(detector, _CALIBRATED) else "train")
+    layers = None
+    if isinstance(detector, MultiLayer) and detector.encoder is not None:
+        layers = LayerEncoder(detector.encoder, detector.layers, pooling=detector.pooling)
+    return Adapter(detector, fitted, fed, "val" if isinstance(detector, _CALIBRATED) else "train", layers)
 
 
 def _layer_by_layer(kind: type[Detector], parts: NetworkParts, names: LayerNames) -> dict[str, Any]:
     """The network in the parts that a detector on inner layers calls one after the other."""
+    if issubclass(kind, MultiLayer) and parts.listens:
+        return {"layers": names}
     if parts.sample is None:
         raise NotSupported("needs feature maps of inner layers, which nobody keeps here")
     encoder = _need(parts, "encoder")
@@ -169,7 +185,7 @@ def _arguments(
         # as NAC wants it: on the penultimate layer, from features
         watch = _Watch()
         found.update(model=nn.Sequential(watch, _head(parts)).eval(), layers=[watch])
-    if fed is _LAYERS:
+    if fed in (_LAYERS, _POOLED):
         found |= _layer_by_layer(kind, parts, found.pop("layers", None) or "auto")
     if issubclass(kind, framework.GradNorm):
         # as in its paper: the weight of the last layer, which is the model it gets

@@ -28,6 +28,17 @@ from rmd_plugin.encoding.loop import PairEncoder, encode_batches
 _FOLDS = 5
 
 
+class LayerMoments(SampledClassMoments):
+    """Moments and a sample of one layer, of features that are scaled to unit length first if ``unit`` is true."""
+
+    def __init__(self, *, unit: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.unit = unit
+
+    def _add(self, features: Tensor, labels: Tensor) -> None:
+        super()._add(unit_length(features) if self.unit else features, labels)
+
+
 class MultiLayer(Detector):
     """A Gaussian detector for each layer of a network, whose scores are added on a common scale.
 
@@ -106,14 +117,21 @@ class MultiLayer(Detector):
         return self._fit_batches([(layers, y)])
 
     def _fit_batches(self, batches: Iterable[tuple[Mapping[str, Tensor], Tensor]]) -> Self:
-        metrics: dict[str, SampledClassMoments] = {}
+        metrics: dict[str, LayerMoments] = {}
         for layers, y in batches:
             for name, z in layers.items():
-                metric = metrics.setdefault(name, SampledClassMoments(sync_on_compute=False))
-                metric.update(unit_length(z) if self.detector.normalize else z, y)
+                metrics.setdefault(name, self.new_layer_moments(sync_on_compute=False)).update(z, y)
         if not metrics:
             raise ValueError("there is no in-distribution sample (label >= 0) in any layer: there is nothing to fit.")
-        found = {name: self._fit_layer(name, metric.compute()) for name, metric in metrics.items()}
+        return self.fit_layer_moments({name: metric.compute() for name, metric in metrics.items()})
+
+    def new_layer_moments(self, **kwargs: Any) -> LayerMoments:
+        """An accumulator of one layer's features, for :meth:`fit_layer_moments`; options of torchmetrics' Metric."""
+        return LayerMoments(unit=self.detector.normalize, **kwargs)
+
+    def fit_layer_moments(self, moments: Mapping[str, SampledMoments]) -> Self:
+        """Fit on layer -> what :meth:`new_layer_moments` has collected, of any number of processes."""
+        found = {name: self._fit_layer(name, found) for name, found in moments.items()}
         self.detectors = {name: detector for name, (detector, _) in found.items()}
         self._left_out = {name: scores for name, (_, scores) in found.items()}
         return self
@@ -184,7 +202,8 @@ class MultiLayer(Detector):
             )
         columns = []
         for name, detector in self.detectors.items():
-            scores, known = detector.predict_features(layers[name]).double(), self._left_out[name]
+            scores = detector.predict_features(layers[name]).double()
+            known = self._left_out[name].to(scores.device)
             if self.fusion == "sum":
                 columns.append((scores - known.mean()) / known.std())
             else:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,30 @@ class LayerEncoder(nn.Module):
 
     def _pooled(self, name: str, layer: nn.Module, output: Tensor, mask: Tensor | None) -> Tensor:
         return pool_tokens(layer, output, mask, self.found[name])
+
+
+class LayersBeside(nn.Module):
+    """An encoder, and what several :class:`LayerEncoder` of parts of it hear in the same pass.
+
+    Args:
+        encoder: maps inputs to features.
+        layers: of the encoder or of parts of it.
+    """
+
+    def __init__(self, encoder: nn.Module, layers: Sequence[LayerEncoder]) -> None:
+        super().__init__()
+        self.encoder, self.layers = encoder, nn.ModuleList(layers)
+
+    def forward(self, x: Any) -> dict[str, Tensor]:
+        """The features of the layers by :meth:`LayerEncoder.keys`, and last, under an empty name, the encoder's."""
+        listeners = cast(Sequence[LayerEncoder], self.layers)
+        for listener in listeners:
+            listener.find(x, self.encoder)
+        with ExitStack() as stack, eagerly():
+            heard = [(listener, stack.enter_context(listener.listening(x))) for listener in listeners]
+            features = self.encoder(x)
+        parts = {key: found[layer] for listener, found in heard for layer, key in listener.keys().items()}
+        return {**parts, "": features}
 
 
 class LayerMean(LayerEncoder):
