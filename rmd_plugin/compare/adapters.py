@@ -28,7 +28,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_ood import detector as framework
 from pytorch_ood.api import Detector, FeatureMapsDetector, FeaturesDetector, LogitsDetector
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin.detectors.base import StatefulDetector, raise_if_interrupted
@@ -169,6 +169,33 @@ def adopt(detector: Detector) -> Adapter:
     fed = fed_with(type(bare(detector)))
     scored_on = fed if fed in (_FEATURES, _LOGITS, _POOLED) else _INPUTS
     return Adapter(detector, fitted_on(detector, scored_on), scored_on)
+
+
+def hearing_layers(adapter: Adapter, module: nn.Module, *, fitting: bool) -> Adapter:
+    """The adapter of a detector on pooled layers, which are heard while a module is run; other adapters stay.
+
+    The layers are those of the module or, where the detector has a network, of that part of the module. With a network
+    that is no part of it the detector runs that, on inputs. Layers are looked up here, but for ``"auto"``.
+
+    Args:
+        adapter: any.
+        module: the module.
+        fitting: whether the detector is to be fitted; else the layers are those of its fit.
+
+    Raises:
+        EncodingError: if the module has no such layers.
+    """
+    detector = bare(adapter.detector)
+    if not isinstance(detector, MultiLayer):
+        return adapter
+    network = module if detector.encoder is None else detector.encoder
+    if all(part is not network for part in module.modules()):
+        return Adapter(adapter.detector, _INPUTS, _INPUTS)
+    names = detector.layers if fitting or not detector.fitted else list(detector.detectors)
+    layers = LayerEncoder(network, names, pooling=detector.pooling)
+    if names != "auto":
+        layers.find(None)
+    return Adapter(adapter.detector, _POOLED, _POOLED, layers=layers)
 
 
 def takes_head(detector: Detector) -> bool:

@@ -175,6 +175,19 @@ class MultiLayer(Detector):
         plain = moments.plain()
         return Moments(plain.counts, plain.shift, plain.sums, plain.second, normalized=self.detector.normalize)
 
+    @property
+    def fitted(self) -> bool:
+        """Whether the detector can score."""
+        return bool(self.detectors)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a fit depends on, besides the layers."""
+        pooling = self.pooling if isinstance(self.pooling, str) else dict(self.pooling)
+        return {"pooling": pooling, "fusion": self.fusion, "detector": type(self.detector).__name__} | {
+            f"detector.{name}": value for name, value in self.detector.options.items()
+        }
+
     # -- scoring ------------------------------------------------------------------------------------------------------
 
     def predict(self, x: Any) -> Tensor:
@@ -224,18 +237,17 @@ class MultiLayer(Detector):
     def state_dict(self) -> dict[str, Any]:
         """What was fitted, as plain tensors and numbers. The network is not part of it."""
         self._require_fit()
-        pooling = self.pooling if isinstance(self.pooling, str) else dict(self.pooling)
         return {
             "format": files.STATE_FORMAT,
             "detector": "MultiLayer",
-            "options": {"pooling": pooling, "fusion": self.fusion},
+            "options": self.options,
             "names": list(self.detectors),
             "detectors": [detector.state_dict() for detector in self.detectors.values()],
             "tensors": {f"left_out.{number}": scores for number, scores in enumerate(self._left_out.values())},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> Self:
-        """Take over what :meth:`state_dict` gave; the layers are then those that it was fitted on.
+        """Take over what :meth:`state_dict` gave, which scores the layers that it was fitted on.
 
         Raises:
             ValueError: if the state belongs to another detector or format, or no such fit can have left it.
@@ -255,9 +267,9 @@ class MultiLayer(Detector):
         if len(kinds) > 1 or not issubclass(kinds.pop(), GaussianDetector):
             raise ValueError("the layers have detectors that MultiLayer cannot have. Fit and save again.")
         fitted = cast(list[GaussianDetector], detectors)
-        other = type(self)(type(fitted[0])(**fitted[0].options), layers=list(map(str, names)), **content["options"])
-        self.detector, self.layers = other.detector, other.layers
-        self.pooling, self.fusion = other.pooling, other.fusion
+        given = {name: content["options"][name] for name in ("pooling", "fusion") if name in content["options"]}
+        other = type(self)(type(fitted[0])(**fitted[0].options), **given)
+        self.detector, self.pooling, self.fusion = other.detector, other.pooling, other.fusion
         self.detectors = dict(zip(map(str, names), fitted, strict=True))
         self._left_out = {str(name): content["tensors"][f"left_out.{number}"] for number, name in enumerate(names)}
         return self
@@ -279,4 +291,6 @@ class MultiLayer(Detector):
     @classmethod
     def from_state(cls, state: dict[str, Any], encoder: Any = None) -> Self:
         """Make a fitted detector from the result of :meth:`state_dict`."""
-        return cls(encoder=encoder).load_state_dict(state)
+        found = cls(encoder=encoder).load_state_dict(state)
+        found.layers = list(found.detectors)
+        return found
