@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from rmd_plugin.detectors import files
 from rmd_plugin.detectors.base import load_detector
+from rmd_plugin.detectors.calibrated_module import CalibratedScore
 from rmd_plugin.detectors.conformal import Calibration
 from rmd_plugin.detectors.files import File, TensorSpec
 from rmd_plugin.detectors.functional import NumericalWarning, listed, unit_length
@@ -274,6 +275,15 @@ class MultiLayer(Detector):
         self._left_out = {str(name): content["tensors"][f"left_out.{number}"] for number, name in enumerate(names)}
         return self
 
+    def to_module(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """The scoring as an ``nn.Module`` with buffers only, for ``torch.export``, ONNX or a model of your own.
+
+        Its ``forward`` maps features, layer -> (B, D_l), to scores of shape (B,).
+        """
+        self._require_fit()
+        scores = [detector.to_module(dtype) for detector in self.detectors.values()]
+        return _LayersScore(list(self.detectors), scores, list(self._left_out.values()), self.fusion).eval()
+
     def save(self, path: File) -> None:
         """Write the fitted detector to a file, without its network: safetensors with a checksum, under any name."""
         files.write_state(path, self.state_dict())
@@ -294,3 +304,26 @@ class MultiLayer(Detector):
         found = cls(encoder=encoder).load_state_dict(state)
         found.layers = list(found.detectors)
         return found
+
+
+class _LayersScore(nn.Module):
+    """What :meth:`MultiLayer.to_module` gives."""
+
+    scale: Tensor
+
+    def __init__(self, names: list[str], scores: list[nn.Module], left_out: list[Tensor], fusion: str) -> None:
+        super().__init__()
+        self.names, self.fusion = names, fusion
+        judged = [CalibratedScore(s, Calibration(known), 0.0) for s, known in zip(scores, left_out, strict=True)]
+        self.parts = nn.ModuleList(scores if fusion == "sum" else judged)
+        self.register_buffer("scale", torch.stack([torch.stack([k.mean(), k.std()]) for k in left_out]))
+
+    def forward(self, layers: dict[str, Tensor]) -> Tensor:
+        """Scores of shape (B,)."""
+        columns = []
+        for name, part, (mean, std) in zip(self.names, self.parts, self.scale, strict=True):
+            if self.fusion == "sum":
+                columns.append((part(layers[name]).double() - mean) / std)
+            else:
+                columns.append(-2 * part(layers[name])[1].log())
+        return torch.stack(columns, 1).float().sum(1)
