@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rmd_plugin.monitor.callback
 import rmd_plugin.monitor.engine
-from rmd_plugin import RMD, FusedRMD, Mahalanobis, RelativeFlow
+from rmd_plugin import RMD, FusedRMD, Mahalanobis, MultiLayer, RelativeFlow
 from rmd_plugin.monitor.evaluation import Evaluation
 
 SIZES = {"train": 91, "val": 37, "near": 23, "tiny": 1, "extra": 9}  # none of them even
@@ -152,7 +152,9 @@ class Save(pl.Callback):
             moments = None if kept is None else (kept.counts, kept.sums, kept.second)
             drawn = monitor.detectors.get("drawn")
             states = {
-                name: monitor.detectors[name].state_dict() for name in ("flow", "fused") if name in monitor.detectors
+                name: monitor.detectors[name].state_dict()
+                for name in ("flow", "fused", "layers")
+                if name in monitor.detectors
             }
             result[monitor.prefix] = {
                 "rows": rows,
@@ -171,12 +173,13 @@ def monitors():
     detectors = {
         "rmd": Keeping(shrinkage=0.1),
         "fused": FusedRMD(),
+        "layers": MultiLayer(Mahalanobis(shrinkage=0.1), layers="body.*"),
         "knn": KNN(None, k=3),
         "flow": RelativeFlow(max_epochs=2, shrinkage=0.1, progress=False),
         "drawn": Drawn(),
         "odin": ODIN,
     }
-    stream = {"rmd": Keeping(shrinkage=0.1), "fused": FusedRMD()}
+    stream = {"rmd": Keeping(shrinkage=0.1), "fused": FusedRMD(), "layers": MultiLayer(layers=["body.1"])}
     failing = {"fit": FitFails(shrinkage=0.1), "score": ScoreFails(None)}
     failing["update"] = UpdateFails(shrinkage=0.1, normalize=True)  # with an accumulator of its own
     failing["good"] = Mahalanobis(shrinkage=0.1)

@@ -22,7 +22,7 @@ from rmd_plugin.backbones.base import Backbone, as_backbone
 from rmd_plugin.backbones.small import Identity
 from rmd_plugin.backbones.transforms import ImageTransform
 from rmd_plugin.benchmarks.base import OODBenchmark, as_benchmark
-from rmd_plugin.compare.adapters import Factory
+from rmd_plugin.compare.building import Factory
 from rmd_plugin.compare.cache import FeatureCache
 from rmd_plugin.compare.extraction import Extractor
 from rmd_plugin.encoding.isolation import evaluating
@@ -129,7 +129,7 @@ def _misfit(cfg: DictConfig, sample: object) -> str:
 
 
 def make_detectors(cfg: DictConfig) -> dict[str, Factory]:
-    """Detectors of a config by name, each a partial that :mod:`rmd_plugin.compare.adapters` completes."""
+    """Detectors of a config by name, each a partial that :mod:`rmd_plugin.compare.building` completes."""
     nodes = cfg.get("detector") or {}
     if not nodes:
         raise ValueError("no detector is chosen: detector=all, detector=paper, or detector=[rmd,mahalanobis].")

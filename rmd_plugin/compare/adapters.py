@@ -1,4 +1,4 @@
-"""The one table of what each pytorch-ood detector is fed: how it is built, fitted and scored.
+"""The one table of what each pytorch-ood detector is fed: how it is fitted and scored.
 
 ===============  =========================================================  ========================================
 fed with         fitted by                                                  scored by
@@ -10,39 +10,32 @@ logits           ``fit_logits``                                             ``pr
 head             ``fit`` on a loader of features, the head as the model     ``predict`` on features, with gradients
 inputs           ``fit`` on a loader of inputs, the network as the model    ``predict`` on inputs, with gradients
 layers           ``fit`` on a loader of inputs, the network layer by layer  ``predict`` on inputs
+pooled           ``fit_layers`` on pooled features of inner layers          ``predict_layers``
 ===============  =========================================================  ========================================
 
-:func:`build` makes a detector from its class: the framework names the parameters of its detectors by a convention
-(``encoder``, ``head``, ``model``, ``w``, ``b``), so the names tell what to give. :func:`adopt` takes one that somebody
-else has made. A new detector is a line in ``_FED``, if its base class does not say what it is fed.
+:func:`rmd_plugin.compare.building.build` makes a detector from its class, :func:`adopt` takes one that somebody else
+has made. A new detector is a line in ``_FED``, if its base class does not say what it is fed.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
-from copy import deepcopy
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, cast
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_ood import detector as framework
-from pytorch_ood.api import Detector, FeatureMapsDetector, FeaturesDetector, GradientDetector, LogitsDetector
+from pytorch_ood.api import Detector, FeatureMapsDetector, FeaturesDetector, LogitsDetector
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin.detectors.base import StatefulDetector, raise_if_interrupted
 from rmd_plugin.detectors.calibrated import bare
 from rmd_plugin.detectors.multi_layer import MultiLayer
-from rmd_plugin.encoding.batches import Encoded, EncodingError
-from rmd_plugin.encoding.isolation import evaluating
-from rmd_plugin.encoding.layers import LayerChain, LayerNames, find_layers
-
-#: a detector class, or a partial of one with its options
-Factory = Callable[..., Detector]
+from rmd_plugin.encoding.batches import Encoded
+from rmd_plugin.encoding.layer_encoder import LayerEncoder
 
 
 class Representation(Enum):
@@ -55,9 +48,10 @@ class Representation(Enum):
     HEAD = "features, through the head with gradients"
     INPUTS = "inputs, through the whole network"
     LAYERS = "inputs, through the network layer by layer"
+    POOLED = "pooled features of inner layers"
 
 
-_MOMENTS, _FEATURES, _MAPS, _LOGITS, _HEAD, _INPUTS, _LAYERS = Representation
+_MOMENTS, _FEATURES, _MAPS, _LOGITS, _HEAD, _INPUTS, _LAYERS, _POOLED = Representation
 
 #: detector class -> what it is fed; the first line that fits counts
 _FED: Mapping[type, Representation] = {
@@ -70,7 +64,7 @@ _FED: Mapping[type, Representation] = {
     framework.Gram: _LAYERS,
     framework.MultiMahalanobis: _LAYERS,
     framework.RankFeat: _LAYERS,
-    MultiLayer: _LAYERS,
+    MultiLayer: _POOLED,
     LogitsDetector: _LOGITS,
     FeaturesDetector: _FEATURES,
     FeatureMapsDetector: _MAPS,
@@ -86,39 +80,14 @@ _METHODS: Mapping[Representation, tuple[str, str]] = {
     _HEAD: ("fit", "predict"),
     _INPUTS: ("fit", "predict"),
     _LAYERS: ("fit", "predict"),
+    _POOLED: ("fit_layers", "predict_layers"),
 }
 
 #: what runs the network itself, so it is fed inputs
 ON_INPUTS = (_INPUTS, _LAYERS)
 
-#: fitted on held-out data, as the framework's own benchmark script does
-_CALIBRATED = (framework.TemperatureScaling, framework.KLMatching)
-
 #: features per batch for detectors that are fitted on a loader of them
 _HEAD_BATCH = 256
-
-
-class NotSupported(Exception):
-    """A detector needs what there is not. The message says what."""
-
-
-@dataclass(frozen=True, eq=False)
-class NetworkParts:
-    """What there is to build detectors from; None for what there is not."""
-
-    feature_dim: int | None = None  #: D
-    num_classes: int | None = None  #: K
-    encoder: nn.Module | None = None  #: maps inputs to features
-    head: nn.Linear | None = None  #: the classifier on the features
-    has_logits: bool = False  #: whether there are logits though no such classifier is at hand
-    model: nn.Module | None = None  #: maps inputs to logits; by default the encoder and the head
-    differentiable: bool = True  #: whether the inputs are real numbers, so that gradients reach them
-    sample: Any = field(default=None, repr=False)  #: a small batch of inputs, to see what the layers give
-    norm_std: list[float] | None = None  #: standard deviations that the inputs were normalised by, per channel
-    #: embeddings of the class names of shape (K, D), from a vision-language backbone
-    text_embeddings: Tensor | None = field(default=None, repr=False)
-    seed: int = 0  #: for detectors that have one
-    progress: bool = False  #: whether detectors that train show a bar
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,22 +98,24 @@ class Adapter:
     fitted_on: Representation | None  #: None if it needs no fit
     scored_on: Representation
     fit_split: str = "train"  #: the split that it is fitted on, ``train`` or, for calibration, ``val``
+    layers: LayerEncoder | None = None  #: hears the layers of a detector that is fed pooled ones
 
     def fit(self, data: Any) -> None:
         """Fit the detector; Ctrl-C stays one, even if the detector takes it as a wish to end its fit early.
 
         Args:
-            data: for detectors on inputs a loader of pairs (x, y); for those on moments the moments; for these and all
-                others the encoded training set, with labels.
+            data: for detectors on inputs a loader of pairs (x, y); for those on moments the moments, for those on
+                pooled layers layer -> moments; for these and all others the encoded training set, with labels.
         """
         detector: Any = self.detector
         if self.fitted_on is None:
             return
         if not isinstance(data, Encoded):
-            (detector.fit_moments if self.fitted_on is _MOMENTS else detector.fit)(data)
+            whole = {_MOMENTS: "fit_moments", _POOLED: "fit_layer_moments"}
+            getattr(detector, whole.get(self.fitted_on, "fit"))(data)
         else:
-            values, labels = take(self.fitted_on, data), cast(Tensor, data.labels)
-            if not isinstance(bare(detector), StatefulDetector):
+            values, labels = self.take(self.fitted_on, data), cast(Tensor, data.labels)
+            if not isinstance(bare(detector), StatefulDetector | MultiLayer):
                 values, labels = values.cpu(), labels.cpu()  # the framework fits on the CPU, partly with numpy
             if self.fitted_on is _HEAD:
                 pairs = TensorDataset(values, labels)
@@ -155,7 +126,12 @@ class Adapter:
 
     def score(self, encoded: Encoded) -> Tensor:
         """OOD scores of an encoded batch, shape (B,); higher means more likely OOD."""
-        return self.score_values(take(self.scored_on, encoded))
+        return self.score_values(self.take(self.scored_on, encoded))
+
+    def take(self, representation: Representation, encoded: Encoded) -> Any:
+        """What :func:`take` gives; of pooled layers those that the detector has, under their own names."""
+        values = take(representation, encoded)
+        return values if self.layers is None else {name: values[key] for name, key in self.layers.keys().items()}
 
     def score_values(self, values: Any) -> Tensor:
         """OOD scores of what :func:`take` gives."""
@@ -177,6 +153,8 @@ def take(representation: Representation, encoded: Encoded) -> Any:
         return encoded.logits
     if representation in ON_INPUTS:
         return encoded.inputs
+    if representation is _POOLED:
+        return encoded.layers
     if representation is _MAPS:
         return encoded.features.float()[:, :, None, None]  # as the framework documents it for pooled features
     return encoded.features.float() if representation is _HEAD else encoded.features
@@ -185,11 +163,39 @@ def take(representation: Representation, encoded: Encoded) -> Any:
 def adopt(detector: Detector) -> Adapter:
     """A detector that somebody else has made: what it is fed follows from what it offers.
 
-    One that is neither on features nor on logits has a network of its own, so it gets inputs.
+    One that is neither on features, of one layer or of several, nor on logits has a network of its own, so it gets
+    inputs.
     """
-    fed = _fed(type(bare(detector)))
-    scored_on = fed if fed in (_FEATURES, _LOGITS) else _INPUTS
-    return Adapter(detector, _fitted_on(detector, scored_on), scored_on)
+    fed = fed_with(type(bare(detector)))
+    scored_on = fed if fed in (_FEATURES, _LOGITS, _POOLED) else _INPUTS
+    return Adapter(detector, fitted_on(detector, scored_on), scored_on)
+
+
+def hearing_layers(adapter: Adapter, module: nn.Module, *, fitting: bool) -> Adapter:
+    """The adapter of a detector on pooled layers, which are heard while a module is run; other adapters stay.
+
+    The layers are those of the module or, where the detector has a network, of that part of the module. With a network
+    that is no part of it the detector runs that, on inputs. Layers are looked up here, but for ``"auto"``.
+
+    Args:
+        adapter: any.
+        module: the module.
+        fitting: whether the detector is to be fitted; else the layers are those of its fit.
+
+    Raises:
+        EncodingError: if the module has no such layers.
+    """
+    detector = bare(adapter.detector)
+    if not isinstance(detector, MultiLayer):
+        return adapter
+    network = module if detector.encoder is None else detector.encoder
+    if all(part is not network for part in module.modules()):
+        return Adapter(adapter.detector, _INPUTS, _INPUTS)
+    names = detector.layers if fitting or not detector.fitted else list(detector.detectors)
+    layers = LayerEncoder(network, names, pooling=detector.pooling)
+    if names != "auto":
+        layers.find(None)
+    return Adapter(adapter.detector, _POOLED, _POOLED, layers=layers)
 
 
 def takes_head(detector: Detector) -> bool:
@@ -202,210 +208,13 @@ def has_head(detector: Detector) -> bool:
     return getattr(bare(detector), "head", None) is not None
 
 
-def give_head(detector: Detector, parts: NetworkParts) -> None:
-    """Give such a detector the head that there is."""
-    if parts.head is not None:
-        bare(detector).head = _head(parts).requires_grad_(False)  # type: ignore[attr-defined]
-
-
-def _fed(kind: type[Detector]) -> Representation:
+def fed_with(kind: type[Detector]) -> Representation:
+    """What detectors of a class are fed, as the table says."""
     return next(fed for base, fed in _FED.items() if issubclass(kind, base))
 
 
-def _fitted_on(detector: Detector, otherwise: Representation) -> Representation | None:
+def fitted_on(detector: Detector, otherwise: Representation) -> Representation | None:
+    """What a detector is fitted on: moments if it can be, else ``otherwise``; None if it needs no fit."""
     if hasattr(detector, "new_moments") and hasattr(detector, "fit_moments"):
         return _MOMENTS
     return otherwise if detector.requires_fit else None
-
-
-def detector_class(factory: object) -> type[Detector] | None:
-    """The detector class that a factory is, or is a partial of; None if it is something else."""
-    kind = factory.func if isinstance(factory, functools.partial) else factory
-    return kind if isinstance(kind, type) and issubclass(kind, Detector) else None
-
-
-def build(factory: Factory, parts: NetworkParts) -> Adapter:
-    """Build a detector.
-
-    Args:
-        factory: a detector class, or a ``functools.partial`` of one with its options.
-        parts: what there is to build it from.
-
-    Raises:
-        NotSupported: if it needs something else.
-        TypeError: if the factory is something else.
-
-    Example:
-        >>> from rmd_plugin import RMD
-        >>> build(RMD, NetworkParts(feature_dim=8, num_classes=2)).scored_on
-        <Representation.FEATURES: 'features'>
-    """
-    kind = detector_class(factory)
-    if kind is None:
-        raise TypeError(f"expected a detector class, or a partial of one, got {factory}.")
-    options = factory.keywords if isinstance(factory, functools.partial) else {}
-    if getattr(factory, "args", ()):
-        raise TypeError(f"give the options of {kind.__name__} by name, got {factory}.")
-    fed = _fed(kind)
-    if fed is _INPUTS and not parts.differentiable and issubclass(kind, GradientDetector):
-        raise NotSupported("needs gradients with respect to the inputs, which are no real numbers here")
-    detector = kind(**_arguments(kind, options, parts, fed))
-    if isinstance(detector, framework.MCD) and not _has_dropout(detector.model):
-        raise NotSupported("the network has no dropout")
-    # its encoder is the one that the features come from
-    on_features = fed is _INPUTS and hasattr(detector, "fit_features")
-    fitted_on = _fitted_on(detector, _FEATURES if on_features else fed)
-    return Adapter(detector, fitted_on, fed, "val" if isinstance(detector, _CALIBRATED) else "train")
-
-
-def _layer_by_layer(kind: type[Detector], parts: NetworkParts, names: LayerNames) -> dict[str, Any]:
-    """The network in the parts that a detector on inner layers calls one after the other."""
-    if parts.sample is None:
-        raise NotSupported("needs feature maps of inner layers, which nobody keeps here")
-    encoder = _need(parts, "encoder")
-    try:
-        layers = find_layers(encoder, names, parts.sample)
-    except EncodingError as error:
-        raise NotSupported(f"needs inner layers: {error}".rstrip(".")) from error
-    if issubclass(kind, MultiLayer):
-        return {"encoder": encoder, "layers": list(layers)}
-    multi = issubclass(kind, framework.MultiMahalanobis)  # has no use for a classifier
-    network = encoder if multi else cast(nn.Module, _model(parts, _INPUTS))
-    if issubclass(kind, framework.RankFeat):  # as in its paper: from the last of them
-        layers = dict(list(layers.items())[-1:])
-    chain = LayerChain(network, layers)
-    if multi:
-        return {"model": chain.links}
-    if issubclass(kind, framework.Gram):
-        return {"head": chain.head, "feature_layers": chain.links}
-    with evaluating(network):
-        maps = chain.links[0](parts.sample)
-    if maps[0, 0].numel() == 1:  # nothing would be left without the only component
-        raise NotSupported(f"needs feature maps, and {next(iter(layers))} gives vectors")
-    return {"backbone": chain.links[0], "head": chain.head}
-
-
-def _has_dropout(model: nn.Module) -> bool:
-    return any(getattr(module, "p", 0) > 0 for module in model.modules() if "Dropout" in type(module).__name__)
-
-
-def _arguments(
-    kind: type[Detector], options: Mapping[str, Any], parts: NetworkParts, fed: Representation
-) -> dict[str, Any]:
-    """Arguments of a detector: its options, and whatever else it asks for and there is.
-
-    Raises:
-        NotSupported: if it needs something else.
-    """
-    # null in a config: as the backbone has it
-    found = {name: value for name, value in options.items() if value is not None or name not in _PROVIDERS}
-    parameters = inspect.signature(kind).parameters
-    left = {*_HYPERPARAMETERS}
-    if {"head", "w"} <= parameters.keys():  # two ways to give a head: one will do
-        left |= {"head", "b"} if "w" in found else {"w", "b"}
-    for name, parameter in parameters.items():
-        if name in found or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        required = parameter.default is parameter.empty
-        if not required and name in left:
-            continue
-        if name in _PROVIDERS:
-            try:
-                value = _PROVIDERS[name](parts, fed)
-            except NotSupported:
-                if required:
-                    raise
-                continue
-            if value is not None or required:
-                found[name] = value
-        elif required:
-            raise NotSupported(f"needs {name}, which no backbone gives: set it in the detector's config")
-    if issubclass(kind, framework.NACUE):
-        # as NAC wants it: on the penultimate layer, from features
-        watch = _Watch()
-        found.update(model=nn.Sequential(watch, _head(parts)).eval(), layers=[watch])
-    if fed is _LAYERS:
-        found |= _layer_by_layer(kind, parts, found.pop("layers", None) or "auto")
-    if issubclass(kind, framework.GradNorm):
-        # as in its paper: the weight of the last layer, which is the model it gets
-        found.setdefault("param_filter", lambda name: name.endswith("weight"))
-    if fed is _LOGITS and not parts.has_logits:
-        _head(parts)
-    return found
-
-
-# -- what detectors can be given, by parameter name -----------------------------------------------------------------
-
-
-#: part -> why a detector that needs it is not supported without it
-_MISSING = {
-    "encoder": "needs the inputs and the network, only features are there",
-    "head": "needs a classifier, and there is no linear head: head=linear_probe fits one",
-    "feature_dim": "needs the number of features, which nobody tells here",
-    "num_classes": "needs the number of classes, which nobody tells here",
-    "text_embeddings": "needs text embeddings of the class names, from a vision-language backbone",
-    "class_weights": "needs class weights, which come from training with the VOS loss",
-}
-
-
-def _need(parts: NetworkParts, name: str) -> Any:
-    value = getattr(parts, name, None)
-    if value is None:
-        raise NotSupported(_MISSING[name])
-    return value
-
-
-def _head(parts: NetworkParts) -> nn.Linear:
-    # a copy: detectors move, and some change, what they are given
-    return deepcopy(_need(parts, "head"))
-
-
-def _head_on(parts: NetworkParts, fed: Representation) -> nn.Module:
-    return nn.Sequential(nn.Flatten(1), _head(parts)) if fed is _MAPS else _head(parts)
-
-
-def _bias(parts: NetworkParts, _fed: Representation) -> Tensor:
-    head = _head(parts)
-    return torch.zeros(head.out_features) if head.bias is None else head.bias.detach()
-
-
-def _model(parts: NetworkParts, fed: Representation) -> nn.Module | None:
-    if fed is _LOGITS:
-        return None  # logits are handed over as they are
-    if fed is _HEAD:
-        return _head(parts)
-    if fed is _LAYERS:
-        return None  # _arguments() puts it in, in parts
-    return nn.Sequential(_need(parts, "encoder"), _head(parts)).eval() if parts.model is None else parts.model
-
-
-_PROVIDERS: Mapping[str, Callable[[NetworkParts, Representation], Any]] = {
-    "encoder": lambda parts, fed: _need(parts, "encoder") if fed is _INPUTS else None,
-    "backbone": lambda parts, _: None,
-    "model": _model,
-    "head": lambda parts, fed: None if fed is _LAYERS else _head_on(parts, fed),
-    "feature_layers": lambda parts, _: None,  # _arguments() puts them in, and the head
-    "w": lambda parts, _: _head(parts).weight.detach(),
-    "b": _bias,
-    # the framework's documentation has 64 for D = 128; a smaller D keeps the half
-    "d": lambda parts, _: max(1, min(64, _need(parts, "feature_dim") // 2)),
-    # as many directions as classes can differ in; the paper's best, found on test data, was 76 for 100 classes
-    "components": lambda parts, _: max(1, min(_need(parts, "num_classes") - 1, _need(parts, "feature_dim"))),
-    "layers": lambda parts, _: None,  # _arguments() puts them in, together with the model
-    "num_classes": lambda parts, _: _need(parts, "num_classes"),
-    "norm_std": lambda parts, _: parts.norm_std,
-    "seed": lambda parts, _: parts.seed,
-    "progress": lambda parts, _: parts.progress,
-    "text_embeddings": lambda parts, _: _need(parts, "text_embeddings"),
-    "weights": lambda parts, _: _need(parts, "class_weights"),
-}
-
-#: what a detector knows better itself, if it has a default
-_HYPERPARAMETERS = ("d", "components")
-
-
-class _Watch(nn.Module):
-    """Passes features on as the start of a graph, so that gradients with respect to them exist."""
-
-    def forward(self, z: Tensor) -> Tensor:
-        return z.detach().requires_grad_()

@@ -17,14 +17,15 @@ system's: it ends with the process that holds it, however that ends.
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import logging
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 #: features (B, D) and labels (B,) of one batch after the other
 Batches = Iterable[tuple[np.ndarray, np.ndarray]]
+#: the same of several entries: name -> features (B, D), and labels (B,)
+SharedBatches = Iterable[tuple[Mapping[str, np.ndarray], np.ndarray]]
 StillTrue = Callable[[np.ndarray], bool]
 
 
@@ -114,16 +117,58 @@ class FeatureCache:
             CacheError: if the disk is full, or the folder or a file in it cannot be read or written.
             ValueError: if the batches do not hold ``count`` samples of one width.
         """
-        folder = self.folder(key)
-        if found := self._find(folder, count, still_true, logging.WARNING):
-            return found
-        with self._locked(key):
-            # another job may have written it while this one waited
-            if found := self._find(folder, count, still_true, logging.DEBUG):
-                return found
-            with self._explained(folder):
-                self._write(key, folder, compute, count, about or {})
-                return CachedFeatures(*_open(folder, count), hit=False, folder=folder)
+        found = self.fetch_together(
+            {"": key},
+            lambda _: (({"": features}, labels) for features, labels in compute()),
+            count,
+            about=about,
+            still_true=None if still_true is None else lambda _, features: still_true(features),
+        )
+        return found[""]
+
+    def fetch_together(
+        self,
+        keys: Mapping[str, str],
+        compute: Callable[[Sequence[str]], SharedBatches],
+        count: int,
+        *,
+        about: dict[str, Any] | None = None,
+        still_true: Callable[[str, np.ndarray], bool] | None = None,
+    ) -> dict[str, CachedFeatures]:
+        """Several entries of the same samples, as :meth:`fetch` gives one; what is missing is computed in one pass.
+
+        Args:
+            keys: name of an entry -> its key.
+            compute: gives the batches of the entries of these names, in order.
+            count: N.
+            about: what they are; ``entry.json`` says the name of the entry besides.
+            still_true: the same as of :meth:`fetch`, of the entry of this name.
+
+        Raises:
+            CacheError: as :meth:`fetch`.
+            ValueError: the same.
+        """
+        found: dict[str, CachedFeatures] = {}
+
+        def find(level: int) -> dict[str, str]:
+            for name, key in keys.items():
+                check = None if still_true is None else functools.partial(still_true, name)
+                if name not in found and (entry := self._find(self.folder(key), count, check, level)):
+                    found[name] = entry
+            return {name: key for name, key in keys.items() if name not in found}
+
+        if missing := find(logging.WARNING):
+            with ExitStack() as locks:
+                for key in sorted(missing.values()):  # all jobs in one order, or two could wait for each other
+                    locks.enter_context(self._locked(key))
+                # another job may have written them while this one waited
+                if missing := find(logging.DEBUG):
+                    with self._explained(self.root):
+                        self._write(missing, compute, count, about or {})
+                        for name, key in missing.items():
+                            folder = self.folder(key)
+                            found[name] = CachedFeatures(*_open(folder, count), hit=False, folder=folder)
+        return {name: found[name] for name in keys}
 
     def _find(self, folder: Path, count: int, still_true: StillTrue | None, level: int) -> CachedFeatures | None:
         """The entry, if it is there, whole and true; why it is not is logged at ``level``."""
@@ -144,26 +189,40 @@ class FeatureCache:
         log.log(level, "The cached features in %s cannot be used: %s. They are computed again.", folder, fault)
         return None
 
-    def _write(self, key: str, folder: Path, compute: Callable[[], Batches], count: int, about: dict[str, Any]) -> None:
-        if folder.exists():
-            shutil.rmtree(folder)  # not ignoring errors: what stayed would pass for the new entry
-        aside = self.root / "tmp" / f"{key}-{uuid.uuid4().hex}"
-        aside.mkdir(parents=True)
+    def _write(
+        self,
+        keys: Mapping[str, str],
+        compute: Callable[[Sequence[str]], SharedBatches],
+        count: int,
+        about: dict[str, Any],
+    ) -> None:
+        asides = {name: self.root / "tmp" / f"{key}-{uuid.uuid4().hex}" for name, key in keys.items()}
         try:
-            _write_arrays(aside, _callers(compute), count)
-            now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            checksums = {name: _checksum(aside / name) for name in _ARRAYS}
-            entry = {**about, "format": _FORMAT, "key": key, "written": now, "checksums": checksums}
-            with replacing(aside / _ENTRY) as file:
-                json.dump(entry, file, indent=2, default=str)
-            folder.parent.mkdir(exist_ok=True)
-            try:
-                aside.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # without working locks another job may have been faster: its entry is as good
-                    raise
+            for name, key in keys.items():
+                if self.folder(key).exists():
+                    shutil.rmtree(self.folder(key))  # not ignoring errors: what stayed would pass for the new entry
+                asides[name].mkdir(parents=True)
+            _write_arrays(asides, _callers(compute, list(keys)), count)
+            for name, key in keys.items():
+                self._finish(key, asides[name], {**about, **({"layer": name} if name else {})})
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            for aside in asides.values():
+                shutil.rmtree(aside, ignore_errors=True)
+
+    def _finish(self, key: str, aside: Path, about: dict[str, Any]) -> None:
+        """Move arrays that are written to their place."""
+        folder = self.folder(key)
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        checksums = {name: _checksum(aside / name) for name in _ARRAYS}
+        entry = {**about, "format": _FORMAT, "key": key, "written": now, "checksums": checksums}
+        with replacing(aside / _ENTRY) as file:
+            json.dump(entry, file, indent=2, default=str)
+        folder.parent.mkdir(exist_ok=True)
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # without working locks another job may have been faster: its entry is as good
+                raise
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
@@ -210,9 +269,9 @@ class FeatureCache:
             ) from error
 
 
-def _callers(compute: Callable[[], Batches]) -> Batches:
+def _callers(compute: Callable[[Sequence[str]], SharedBatches], names: Sequence[str]) -> SharedBatches:
     try:
-        yield from compute()
+        yield from compute(names)
     except OSError as error:
         raise _CallersError(error) from error
 
@@ -246,27 +305,33 @@ def _checksum(path: Path) -> str:
     return xxhash.xxh3_128_hexdigest(np.memmap(path, mode="r").data)
 
 
-def _write_arrays(folder: Path, batches: Batches, count: int) -> None:
-    """Stream batches into the two files.
+def _write_arrays(folders: Mapping[str, Path], batches: SharedBatches, count: int) -> None:
+    """Stream batches into the two files of each entry.
 
     By plain writes: on a full disk, writing to mapped memory kills the process instead of raising an error.
     """
     labels: list[np.ndarray] = []
-    with replacing(folder / _FEATURES, "wb") as file:
-        for part, part_labels in batches:
-            if not labels:
-                width, dtype = part.shape[-1], part.dtype
-                header = {"descr": dtype.str, "fortran_order": False, "shape": (count, width)}
-                np.lib.format.write_array_header_1_0(file, header)
-            if part.shape != (len(part_labels), width) or part.dtype != dtype:
-                raise ValueError(
-                    f"expected features of shape ({len(part_labels)}, {width}) and type {dtype}, one row per label, "
-                    f"got {part.shape} and {part.dtype}."
-                )
+    kinds: dict[str, tuple[int, np.dtype[Any]]] = {}
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(replacing(path / _FEATURES, "wb")) for name, path in folders.items()}
+        for parts, part_labels in batches:
             labels.append(part_labels)
-            file.write(np.ascontiguousarray(part).data)
+            for name, file in files.items():
+                part = parts[name]
+                if name not in kinds:
+                    width, dtype = kinds[name] = part.shape[-1], part.dtype
+                    header = {"descr": dtype.str, "fortran_order": False, "shape": (count, width)}
+                    np.lib.format.write_array_header_1_0(file, header)
+                width, dtype = kinds[name]
+                if part.shape != (len(part_labels), width) or part.dtype != dtype:
+                    raise ValueError(
+                        f"expected features of shape ({len(part_labels)}, {width}) and type {dtype}, one row per "
+                        f"label, got {part.shape} and {part.dtype}."
+                    )
+                file.write(np.ascontiguousarray(part).data)
     came = sum(map(len, labels))
     if not came or came != count:
         raise ValueError(f"{came} samples came, {count} were promised.")
-    with replacing(folder / _LABELS, "wb") as file:
-        np.save(file, np.concatenate(labels).astype(np.int64))
+    for path in folders.values():
+        with replacing(path / _LABELS, "wb") as file:
+            np.save(file, np.concatenate(labels).astype(np.int64))

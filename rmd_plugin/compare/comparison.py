@@ -8,8 +8,8 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 
-from rmd_plugin.compare.adapters import ON_INPUTS, Adapter, Factory, NetworkParts, NotSupported, build
+from rmd_plugin.compare.adapters import ON_INPUTS, Adapter
 from rmd_plugin.compare.bootstrap import Bootstrap
+from rmd_plugin.compare.building import Factory, NetworkParts, NotSupported, build, wanted_layers
 from rmd_plugin.compare.decisions import decide
 from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor, SplitFeatures
 from rmd_plugin.compare.metrics import compare_scores
 from rmd_plugin.compare.plausibility import doubt_accuracy
-from rmd_plugin.compare.probe import fit_linear_probe
+from rmd_plugin.compare.probe import fit_linear_probe, head_logits
 from rmd_plugin.compare.rows import (
     ACCURACY,
     AUROC,
@@ -80,9 +81,10 @@ def compare(
 ) -> Comparison:
     """Fit and score every detector on a benchmark.
 
-    Features are computed once per split and serve all detectors; only detectors that perturb the inputs run the network
-    again. A detector that fails, or that needs what the backbone does not give, is a row with its reason. Where the
-    benchmark has validation data, every detector is calibrated on them, and its decisions are rated.
+    Features, and pooled ones of inner layers, are computed once per split and serve all detectors; only detectors that
+    perturb the inputs or look at feature maps run the network again. A detector that fails, or that needs what the
+    backbone does not give, is a row with its reason. Where the benchmark has validation data, every detector is
+    calibrated on them, and its decisions are rated.
 
     Args:
         extractor: the benchmark behind the backbone.
@@ -106,6 +108,10 @@ def compare(
     check_level("alpha", alpha)
     result = Comparison()
     try:
+        for factory in detectors.values():  # the pass that gives the features gives inner layers, too
+            with suppress(Exception):  # whatever is wrong is told when the detector is built
+                if (layers := wanted_layers(factory, extractor.encoder)) is not None:
+                    extractor.listen(layers)
         run = _Run(extractor, result, benchmark, backbone, seed, resamples, alpha)
         run.choose_head(head, remark)
         built = run.build(detectors)
@@ -208,7 +214,7 @@ class _Run:
             found = self._features(split)
             logits = self.extractor.logits(split if found is not self.train else TRAIN) if self.given_logits else None
             if self.head is not None:
-                logits = _logits(self.head, found.features)
+                logits = head_logits(self.head, found.features)
             self._encoded[split] = Encoded(found.features, logits, found.labels)
         return self._encoded[split]
 
@@ -298,13 +304,22 @@ class _Run:
             with evaluating(self.extractor.encoder):
                 adapter.fit(self.extractor.loader(adapter.fit_split))
         else:
-            adapter.fit(self.encoded(adapter.fit_split))
+            adapter.fit(self._with_layers(adapter, adapter.fit_split))
+
+    def _with_layers(self, adapter: Adapter, split: str) -> Encoded:
+        """A split with the layers that a detector is fed."""
+        if adapter.layers is None:
+            return self.encoded(split)
+        found = self.extractor.layer_features(split, adapter.layers)
+        names = adapter.layers.keys()
+        return replace(self.encoded(split), layers={names[layer]: z for layer, z in found.items()})
 
     def _score(self, adapter: Adapter, split: str) -> np.ndarray:
         if adapter.scored_on in ON_INPUTS:
             return self._score_inputs(adapter, split)
-        data = self.encoded(split)
-        rows = max(16, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // (self.num_classes * data.features.shape[1])))
+        data = self._with_layers(adapter, split)
+        width = max(z.shape[1] for z in (data.features, *data.layers.values()))
+        rows = max(16, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // (self.num_classes * width)))
         chunks = [data.select(slice(start, start + rows)) for start in range(0, len(data), rows)]
         return np.concatenate([_to_numpy(adapter.score(chunk), len(chunk)) for chunk in chunks])
 
@@ -360,12 +375,6 @@ class _Run:
 def _reason(error: Exception) -> str:
     message = str(error).strip()
     return f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__
-
-
-def _logits(head: nn.Linear, features: Tensor) -> Tensor:
-    weight = head.weight.detach().cpu()
-    bias = None if head.bias is None else head.bias.detach().cpu()
-    return torch.cat([nn.functional.linear(z.to(weight.dtype), weight, bias) for z in features.split(65_536)])
 
 
 def _to_numpy(scores: Tensor, count: int) -> np.ndarray:

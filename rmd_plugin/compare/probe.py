@@ -1,4 +1,4 @@
-"""A linear head for an encoder that has none: multinomial logistic regression on its features."""
+"""A linear head for an encoder that has none: multinomial logistic regression on its features; logits of a head."""
 
 from __future__ import annotations
 
@@ -65,6 +65,13 @@ def fit_linear_probe(
         head.weight.copy_(weight * scale)
         head.bias.copy_(bias - (weight * scale) @ mean)
     return head.requires_grad_(False).eval()
+
+
+def head_logits(head: nn.Linear, features: Tensor) -> Tensor:
+    """Logits (N, K) of features (N, D) on the CPU."""
+    weight = head.weight.detach().cpu()
+    bias = None if head.bias is None else head.bias.detach().cpu()
+    return torch.cat([F.linear(z.to(weight.dtype), weight, bias) for z in features.split(65_536)])
 
 
 def _minimise(z: Tensor, y: Tensor, classes: int, decay: float, max_iter: int) -> tuple[Tensor, Tensor]:

@@ -371,7 +371,8 @@ class Calibrated(Detector):
     def to_module(self, dtype: torch.dtype | None = None) -> nn.Module:
         """One graph for score, p-value and decision at ``alpha``, for ``torch.export``, ONNX or a model of your own.
 
-        Its ``forward`` maps features, or logits for a detector on logits, to three tensors of shape (B,).
+        Its ``forward`` maps features (layer -> features for MultiLayer), or logits for a detector on logits, to three
+        tensors of shape (B,).
 
         Raises:
             TypeError: if the wrapped detector is neither on logits nor has a ``to_module``.
@@ -379,8 +380,8 @@ class Calibrated(Detector):
         calibration, known = self._require_calibration(), None
         if isinstance(self.detector, LogitsDetector):
             score: nn.Module = LogitsScore(self.detector)
-        elif isinstance(self.detector, StatefulDetector):
-            score, known = self.detector.to_module(dtype), self.detector._state.get("classes")
+        elif hasattr(self.detector, "to_module"):
+            score, known = self.detector.to_module(dtype), getattr(self.detector, "_state", {}).get("classes")
         else:
             raise TypeError(f"{type(self.detector).__name__} has no to_module(), so it cannot be exported.")
         return CalibratedScore(score, calibration, self.threshold(), known).eval()

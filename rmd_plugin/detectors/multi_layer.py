@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from rmd_plugin.detectors import files
 from rmd_plugin.detectors.base import load_detector
+from rmd_plugin.detectors.calibrated_module import CalibratedScore
 from rmd_plugin.detectors.conformal import Calibration
 from rmd_plugin.detectors.files import File, TensorSpec
 from rmd_plugin.detectors.functional import NumericalWarning, listed, unit_length
@@ -26,6 +27,17 @@ from rmd_plugin.encoding.loop import PairEncoder, encode_batches
 
 #: parts of the sample that are left out of a fit in turn
 _FOLDS = 5
+
+
+class LayerMoments(SampledClassMoments):
+    """Moments and a sample of one layer, of features that are scaled to unit length first if ``unit`` is true."""
+
+    def __init__(self, *, unit: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.unit = unit
+
+    def _add(self, features: Tensor, labels: Tensor) -> None:
+        super()._add(unit_length(features) if self.unit else features, labels)
 
 
 class MultiLayer(Detector):
@@ -106,14 +118,21 @@ class MultiLayer(Detector):
         return self._fit_batches([(layers, y)])
 
     def _fit_batches(self, batches: Iterable[tuple[Mapping[str, Tensor], Tensor]]) -> Self:
-        metrics: dict[str, SampledClassMoments] = {}
+        metrics: dict[str, LayerMoments] = {}
         for layers, y in batches:
             for name, z in layers.items():
-                metric = metrics.setdefault(name, SampledClassMoments(sync_on_compute=False))
-                metric.update(unit_length(z) if self.detector.normalize else z, y)
+                metrics.setdefault(name, self.new_layer_moments(sync_on_compute=False)).update(z, y)
         if not metrics:
             raise ValueError("there is no in-distribution sample (label >= 0) in any layer: there is nothing to fit.")
-        found = {name: self._fit_layer(name, metric.compute()) for name, metric in metrics.items()}
+        return self.fit_layer_moments({name: metric.compute() for name, metric in metrics.items()})
+
+    def new_layer_moments(self, **kwargs: Any) -> LayerMoments:
+        """An accumulator of one layer's features, for :meth:`fit_layer_moments`; options of torchmetrics' Metric."""
+        return LayerMoments(unit=self.detector.normalize, **kwargs)
+
+    def fit_layer_moments(self, moments: Mapping[str, SampledMoments]) -> Self:
+        """Fit on layer -> what :meth:`new_layer_moments` has collected, of any number of processes."""
+        found = {name: self._fit_layer(name, found) for name, found in moments.items()}
         self.detectors = {name: detector for name, (detector, _) in found.items()}
         self._left_out = {name: scores for name, (_, scores) in found.items()}
         return self
@@ -157,6 +176,19 @@ class MultiLayer(Detector):
         plain = moments.plain()
         return Moments(plain.counts, plain.shift, plain.sums, plain.second, normalized=self.detector.normalize)
 
+    @property
+    def fitted(self) -> bool:
+        """Whether the detector can score."""
+        return bool(self.detectors)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a fit depends on, besides the layers."""
+        pooling = self.pooling if isinstance(self.pooling, str) else dict(self.pooling)
+        return {"pooling": pooling, "fusion": self.fusion, "detector": type(self.detector).__name__} | {
+            f"detector.{name}": value for name, value in self.detector.options.items()
+        }
+
     # -- scoring ------------------------------------------------------------------------------------------------------
 
     def predict(self, x: Any) -> Tensor:
@@ -184,7 +216,8 @@ class MultiLayer(Detector):
             )
         columns = []
         for name, detector in self.detectors.items():
-            scores, known = detector.predict_features(layers[name]).double(), self._left_out[name]
+            scores = detector.predict_features(layers[name]).double()
+            known = self._left_out[name].to(scores.device)
             if self.fusion == "sum":
                 columns.append((scores - known.mean()) / known.std())
             else:
@@ -205,18 +238,17 @@ class MultiLayer(Detector):
     def state_dict(self) -> dict[str, Any]:
         """What was fitted, as plain tensors and numbers. The network is not part of it."""
         self._require_fit()
-        pooling = self.pooling if isinstance(self.pooling, str) else dict(self.pooling)
         return {
             "format": files.STATE_FORMAT,
             "detector": "MultiLayer",
-            "options": {"pooling": pooling, "fusion": self.fusion},
+            "options": self.options,
             "names": list(self.detectors),
             "detectors": [detector.state_dict() for detector in self.detectors.values()],
             "tensors": {f"left_out.{number}": scores for number, scores in enumerate(self._left_out.values())},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> Self:
-        """Take over what :meth:`state_dict` gave; the layers are then those that it was fitted on.
+        """Take over what :meth:`state_dict` gave, which scores the layers that it was fitted on.
 
         Raises:
             ValueError: if the state belongs to another detector or format, or no such fit can have left it.
@@ -236,12 +268,21 @@ class MultiLayer(Detector):
         if len(kinds) > 1 or not issubclass(kinds.pop(), GaussianDetector):
             raise ValueError("the layers have detectors that MultiLayer cannot have. Fit and save again.")
         fitted = cast(list[GaussianDetector], detectors)
-        other = type(self)(type(fitted[0])(**fitted[0].options), layers=list(map(str, names)), **content["options"])
-        self.detector, self.layers = other.detector, other.layers
-        self.pooling, self.fusion = other.pooling, other.fusion
+        given = {name: content["options"][name] for name in ("pooling", "fusion") if name in content["options"]}
+        other = type(self)(type(fitted[0])(**fitted[0].options), **given)
+        self.detector, self.pooling, self.fusion = other.detector, other.pooling, other.fusion
         self.detectors = dict(zip(map(str, names), fitted, strict=True))
         self._left_out = {str(name): content["tensors"][f"left_out.{number}"] for number, name in enumerate(names)}
         return self
+
+    def to_module(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """The scoring as an ``nn.Module`` with buffers only, for ``torch.export``, ONNX or a model of your own.
+
+        Its ``forward`` maps features, layer -> (B, D_l), to scores of shape (B,).
+        """
+        self._require_fit()
+        scores = [detector.to_module(dtype) for detector in self.detectors.values()]
+        return _LayersScore(list(self.detectors), scores, list(self._left_out.values()), self.fusion).eval()
 
     def save(self, path: File) -> None:
         """Write the fitted detector to a file, without its network: safetensors with a checksum, under any name."""
@@ -260,4 +301,29 @@ class MultiLayer(Detector):
     @classmethod
     def from_state(cls, state: dict[str, Any], encoder: Any = None) -> Self:
         """Make a fitted detector from the result of :meth:`state_dict`."""
-        return cls(encoder=encoder).load_state_dict(state)
+        found = cls(encoder=encoder).load_state_dict(state)
+        found.layers = list(found.detectors)
+        return found
+
+
+class _LayersScore(nn.Module):
+    """What :meth:`MultiLayer.to_module` gives."""
+
+    scale: Tensor
+
+    def __init__(self, names: list[str], scores: list[nn.Module], left_out: list[Tensor], fusion: str) -> None:
+        super().__init__()
+        self.names, self.fusion = names, fusion
+        judged = [CalibratedScore(s, Calibration(known), 0.0) for s, known in zip(scores, left_out, strict=True)]
+        self.parts = nn.ModuleList(scores if fusion == "sum" else judged)
+        self.register_buffer("scale", torch.stack([torch.stack([k.mean(), k.std()]) for k in left_out]))
+
+    def forward(self, layers: dict[str, Tensor]) -> Tensor:
+        """Scores of shape (B,)."""
+        columns = []
+        for name, part, (mean, std) in zip(self.names, self.parts, self.scale, strict=True):
+            if self.fusion == "sum":
+                columns.append((part(layers[name]).double() - mean) / std)
+            else:
+                columns.append(-2 * part(layers[name])[1].log())
+        return torch.stack(columns, 1).float().sum(1)

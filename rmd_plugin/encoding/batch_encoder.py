@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from rmd_plugin.encoding.batches import Encoded, EncodingError, batch_inputs, ba
 from rmd_plugin.encoding.features import check_labels, pool_features, widened
 from rmd_plugin.encoding.heads import Located, candidates, choose_head, inner_head, is_linear, locate, parents
 from rmd_plugin.encoding.isolation import evaluating
+from rmd_plugin.encoding.layer_encoder import LayerEncoder
 from rmd_plugin.encoding.recorder import Call, Recorder, eagerly
 
 
@@ -85,6 +87,8 @@ class BatchEncoder:
         #: why :meth:`take` could not tell the features; a pass of our own may tell more than one of somebody else
         self.problem: EncodingError | None = None
         self._found = self._alone = False  # whether the features are found, and in the call of the head alone
+        #: of the module or a part of it: what they hear becomes ``Encoded.layers``
+        self.layers: list[LayerEncoder] = []
         self._recorder = Recorder()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -109,6 +113,9 @@ class BatchEncoder:
     def start(self) -> None:
         """Listen to the forward passes from now on, until :meth:`take` or :meth:`stop`."""
         self.stop()
+        for listener in self.layers:
+            if listener.found:
+                listener.start()
         record = self._recorder  # always the same one: compiled code has it inside
         record.start(copies=self.head is not None or not self.by_head)
         heads = self._heads() if self.by_head else {}
@@ -124,6 +131,8 @@ class BatchEncoder:
     def stop(self) -> list[Call]:
         """Take the hooks away; what they have heard is forgotten."""
         # hooks are in place only while we listen: torch.compile would take them for a part of the training
+        for listener in self.layers:
+            listener.stop()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -135,7 +144,32 @@ class BatchEncoder:
         If the layer fired several times, the last call with as many samples as there are labels counts.
         """
         labels, self.problem = self.labels_of(batch), None
-        calls = self.stop()
+        layers = self._take_layers()
+        found = self._take(self.stop(), labels, batch)
+        if found is None or layers is None:
+            return None
+        for name, z in layers.items():
+            if len(z) != len(found):
+                raise EncodingError(
+                    f"{name} saw {len(z)} samples, but the batch has {len(found)}. Does the step change the batch "
+                    "(several views, mixed samples)? Name other layers, or use refit='pass'."
+                )
+        return replace(found, layers=layers)
+
+    def _take_layers(self) -> dict[str, Tensor] | None:
+        try:
+            return {
+                key: z
+                for listener in self.layers
+                for key, z in zip(listener.keys().values(), listener.take().values(), strict=True)
+            }
+        except EncodingError as error:
+            self.problem = EncodingError(
+                f"{error} A network that was compiled and run before is heard in passes of our own only: refit='pass'."
+            )
+            return None
+
+    def _take(self, calls: list[Call], labels: Tensor | None, batch: Any) -> Encoded | None:
         if self.by_head:
             return self._take_head(calls, labels, batch)
         features = [call.features for call in calls if call.features is not None]
@@ -190,7 +224,7 @@ class BatchEncoder:
         try:
             with evaluating(self.module), torch.no_grad(), eagerly():
                 self.start()
-                if self._encode is None or self.logits:
+                if self._encode is None or self.logits or self.layers:
                     self.run(batch)
                 encoded = self.take(batch)
         finally:
@@ -202,6 +236,12 @@ class BatchEncoder:
                 f"Name the classification layer with head=, or pass encoder= and forward=. {candidates(self._layers)}"
             )
         return encoded
+
+    def find_layers(self, batch: Any) -> None:
+        """Look up the layers that only a pass on a batch can tell."""
+        with evaluating(self.module):
+            for listener in self.layers:
+                listener.find(batch, self.run)
 
     def run(self, batch: Any) -> Any:
         """The module's own forward pass on a batch."""
@@ -300,6 +340,24 @@ class Encoding(nn.Module):
         if encoded.logits is None:
             raise EncodingError("the network gave no logits of shape (B, C) for this batch.")
         return encoded.logits
+
+
+class Layered(nn.Module):
+    """A part of a network by the names of its layers, run as :class:`BatchEncoder` runs the network it is a part of.
+
+    It runs in evaluation mode, without gradients.
+    """
+
+    def __init__(self, module: nn.Module, head: str | None, encoder: str | None, *, part: str = "") -> None:
+        super().__init__()
+        for name, child in module.get_submodule(part).named_children():
+            self.add_module(name, child)
+        self._encode = BatchEncoder(module, head, encoder=encoder)
+
+    def forward(self, *batch: Any, **inputs: Any) -> Any:
+        """What the network gives."""
+        with evaluating(self._encode.module), torch.no_grad():
+            return self._encode.run(batch[0] if batch else inputs)
 
 
 def _find_layer(module: nn.Module, name: str) -> nn.Module:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.encoding.features import pool_features, widened
-from rmd_plugin.encoding.layers import LayerNames, channels_first, find_layers, hearing, run
+from rmd_plugin.encoding.layers import LayerNames, LayerRecorder, as_maps, channels_first, find_layers, run
 from rmd_plugin.encoding.recorder import eagerly
 
 Pooling = Literal["mean", "cls", "last"]
@@ -20,8 +21,8 @@ Pooling = Literal["mean", "cls", "last"]
 class LayerEncoder(nn.Module):
     """A network as a map from inputs to the pooled features of several of its layers, in one pass without gradients.
 
-    Maps (B, C, H, W) and sequences (B, C, L) are averaged, vectors stay, and tokens (B, T, D) are pooled as asked for;
-    where the network hands on a mask of its tokens, padding does not count.
+    Maps (B, C, H, W) or (B, H, W, C) and sequences (B, C, L) are averaged, vectors stay, and tokens (B, T, D) are
+    pooled as asked for; where the network hands on a mask of its tokens, padding does not count.
 
     Args:
         network: any module.
@@ -42,7 +43,8 @@ class LayerEncoder(nn.Module):
         super().__init__()
         check_pooling(pooling)
         self.network, self.layers, self.pooling = network, layers, pooling
-        self._found: dict[str, str] = {}  # layer -> pooling
+        self.found: dict[str, str] = {}  #: layer -> pooling, once the layers are found
+        self._recorder = LayerRecorder()
 
     def forward(self, x: Any) -> Any:
         """Name of the layer -> its features of shape (B, D), in order."""
@@ -50,24 +52,78 @@ class LayerEncoder(nn.Module):
 
     def encode(self, x: Any) -> dict[str, Tensor]:
         """The same."""
-        if not self._found:
-            self._found = {name: self._pooling_of(name) for name in find_layers(self.network, self.layers, x)}
-        parts = {name: self.network.get_submodule(name) for name in self._found}
-        ways = {id(layer): self._found[name] for name, layer in parts.items()}
-
-        def keep(layer: nn.Module, output: Tensor, mask: Tensor | None) -> Tensor:
-            return pool_tokens(layer, output, mask, ways[id(layer)])
-
-        with torch.no_grad(), eagerly(), hearing(self.network, parts, keep) as heard:
+        with torch.no_grad(), eagerly(), self.listening(x) as heard:
             run(self.network, x)
-        if silent := [name for name in parts if name not in heard]:
-            raise EncodingError(f"{', '.join(silent)} did not take part in the forward pass. Name other layers.")
-        return {name: heard[name] for name in parts}
+        return heard
 
-    def _pooling_of(self, name: str) -> str:
-        if isinstance(self.pooling, str):
-            return self.pooling
-        return next((way for pattern, way in self.pooling.items() if fnmatchcase(name, pattern)), "mean")
+    def find(self, x: Any, forward: Callable[[Any], Any] | None = None) -> None:
+        """Look the layers up, once; for ``"auto"`` in one pass, see :func:`rmd_plugin.encoding.layers.find_layers`."""
+        if not self.found:
+            names = find_layers(self.network, self.layers, x, forward)
+            self.found = {name: pooling_of(name, self.pooling) for name in names}
+
+    @contextmanager
+    def listening(self, x: Any) -> Iterator[dict[str, Tensor]]:
+        """Fill a dict, layer -> features (B, D), from a pass on ``x`` that somebody else runs inside of the block.
+
+        Raises:
+            EncodingError: if a layer took no part.
+        """
+        self.find(x)
+        heard: dict[str, Tensor] = {}
+        self.start()
+        try:
+            yield heard
+            heard.update(self.take())
+        finally:
+            self.stop()
+
+    def start(self) -> None:
+        """Listen from now on to layers that have been found, until :meth:`take` or :meth:`stop`."""
+        layers = {name: self.network.get_submodule(name) for name in self.found}
+        self._recorder.start(self.network, layers, self._pooled)
+
+    def take(self) -> dict[str, Tensor]:
+        """What the pass since :meth:`start` gave: layer -> features (B, D). Refuses a layer that took no part."""
+        heard = self.stop()
+        if silent := [name for name in self.found if name not in heard]:
+            raise EncodingError(f"{', '.join(silent)} did not take part in the forward pass. Name other layers.")
+        return {name: heard[name] for name in self.found}
+
+    def stop(self) -> dict[str, Tensor]:
+        """Take the hooks away."""
+        return self._recorder.stop()
+
+    def keys(self) -> dict[str, str]:
+        """Layer -> what its features are called where those of other encoders stand beside them."""
+        return {name: name if way == "mean" else f"{name}:{way}" for name, way in self.found.items()}
+
+    def _pooled(self, name: str, layer: nn.Module, output: Tensor, mask: Tensor | None) -> Tensor:
+        return pool_tokens(layer, output, mask, self.found[name])
+
+
+class LayersBeside(nn.Module):
+    """An encoder, and what several :class:`LayerEncoder` of parts of it hear in the same pass.
+
+    Args:
+        encoder: maps inputs to features.
+        layers: of the encoder or of parts of it.
+    """
+
+    def __init__(self, encoder: nn.Module, layers: Sequence[LayerEncoder]) -> None:
+        super().__init__()
+        self.encoder, self.layers = encoder, nn.ModuleList(layers)
+
+    def forward(self, x: Any) -> dict[str, Tensor]:
+        """The features of the layers by :meth:`LayerEncoder.keys`, and last, under an empty name, the encoder's."""
+        listeners = cast(Sequence[LayerEncoder], self.layers)
+        for listener in listeners:
+            listener.find(x, self.encoder)
+        with ExitStack() as stack, eagerly():
+            heard = [(listener, stack.enter_context(listener.listening(x))) for listener in listeners]
+            features = self.encoder(x)
+        parts = {key: found[layer] for listener, found in heard for layer, key in listener.keys().items()}
+        return {**parts, "": features}
 
 
 class LayerMean(LayerEncoder):
@@ -90,6 +146,13 @@ class LayerMean(LayerEncoder):
         return torch.stack(list(found.values())).mean(0)
 
 
+def pooling_of(name: str, pooling: Pooling | Mapping[str, Pooling]) -> Pooling:
+    """How the tokens of a layer are pooled."""
+    if isinstance(pooling, Mapping):
+        return next((way for pattern, way in pooling.items() if fnmatchcase(name, pattern)), "mean")
+    return pooling
+
+
 def check_pooling(pooling: object) -> None:
     """Refuse what is no pooling of tokens."""
     for way in pooling.values() if isinstance(pooling, Mapping) else [pooling]:
@@ -102,11 +165,13 @@ def pool_tokens(layer: nn.Module, output: Tensor, mask: Tensor | None, pooling: 
 
     Args:
         layer: tells whether three dimensions are tokens (B, T, D) or, with 1-D convolutions, (B, C, L).
-        output: of shape (B, D), (B, T, D), (B, C, L) or (B, C, H, W).
+        output: of shape (B, D), (B, T, D), (B, C, L), (B, C, H, W) or (B, H, W, C).
         mask: true for tokens that are no padding, shape (B, T); None for all. It is used where it fits the tokens.
         pooling: of tokens, see :class:`LayerEncoder`.
     """
     z = widened(output)
+    if z.ndim == 4:
+        return as_maps(layer, z).mean(dim=(2, 3))
     if z.ndim != 3:
         return pool_features(z).clone()
     if channels_first(layer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -19,14 +19,16 @@ from rmd_plugin.encoding.recorder import eagerly
 
 #: names of layers, patterns of names (``layer*``), or ``auto``
 LayerNames = str | Sequence[str]
-#: what is kept of a layer's output: of the layer, the output, and the mask of tokens (B, T) or None
-Keep = Callable[[nn.Module, Tensor, "Tensor | None"], Tensor]
+#: what is kept of a layer's output: of its name, the layer, the output, and the mask of tokens (B, T) or None
+Keep = Callable[[str, nn.Module, Tensor, "Tensor | None"], Tensor]
 
 #: a module with a larger share of the parameters is the network itself, in a wrapper, rather than one of its stages
 _NEARLY_ALL = 0.95
 
 
-def find_layers(network: nn.Module, names: LayerNames, x: Any) -> dict[str, nn.Module]:
+def find_layers(
+    network: nn.Module, names: LayerNames, x: Any, forward: Callable[[Any], Any] | None = None
+) -> dict[str, nn.Module]:
     """Layers of a network by name, in the order in which they are asked for.
 
     Args:
@@ -35,6 +37,7 @@ def find_layers(network: nn.Module, names: LayerNames, x: Any) -> dict[str, nn.M
             stages: the siblings whose names differ in a number only (``layer1`` to ``layer4``, ``blocks.0`` to
             ``blocks.11``) that hold most parameters. Where the size of their maps changes, the last one of each size.
         x: inputs for one pass, to see what the layers give. Only ``"auto"`` needs them.
+        forward: ``forward(x)`` runs the network. By default that is a call of it.
 
     Raises:
         EncodingError: if there is no such layer; the message lists what there is.
@@ -46,7 +49,7 @@ def find_layers(network: nn.Module, names: LayerNames, x: Any) -> dict[str, nn.M
         ['0', '1']
     """
     if names == "auto":
-        return _stages(network, x)
+        return _stages(network, x, forward or partial(run, network))
     layers = {name: layer for name, layer in network.named_modules() if name}
     found: dict[str, nn.Module] = {}
     for pattern in [names] if isinstance(names, str) else names:
@@ -68,10 +71,10 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _stages(network: nn.Module, x: Any) -> dict[str, nn.Module]:
+def _stages(network: nn.Module, x: Any, forward: Callable[[Any], Any]) -> dict[str, nn.Module]:
     layers = {name: layer for name, layer in network.named_modules() if name}
     with evaluating(network), torch.no_grad(), eagerly(), hearing(network, layers, _first_sample) as outputs:
-        run(network, x)
+        forward(x)
     families: dict[str, list[str]] = {}
     for name in (name for name, output in outputs.items() if output.ndim > 1):
         if re.search(r"\d+$", name):
@@ -92,7 +95,7 @@ def _stages(network: nn.Module, x: Any) -> dict[str, nn.Module]:
             f"{type(network).__name__} has no stages that can be told by their names (siblings that differ in a number "
             f"only, such as layer1, layer2). Name the layers: {', '.join(list(layers)[:12]) or 'it has none'}."
         )
-    areas = [tuple(outputs[name].shape[2:]) if outputs[name].ndim == 4 else () for name in best]
+    areas = [tuple(as_maps(layers[name], outputs[name]).shape[2:]) if outputs[name].ndim == 4 else () for name in best]
     if len(set(areas)) == 1:  # one size: of those without parameters nothing new comes
         return {name: layers[name] for name in best if _parameters(layers[name])}
     last = dict(zip(areas, best, strict=True))
@@ -107,11 +110,65 @@ def _parameters(layer: nn.Module) -> int:
     return sum(parameter.numel() for parameter in layer.parameters())
 
 
-def _first_sample(layer: nn.Module, output: Tensor, mask: Tensor | None) -> Tensor:
+def _first_sample(name: str, layer: nn.Module, output: Tensor, mask: Tensor | None) -> Tensor:
     return output[:1]
 
 
 # -- hearing --------------------------------------------------------------------------------------------------------
+
+
+class LayerRecorder:
+    """Forward hooks that note what layers give, and masks of tokens that are handed on.
+
+    A copied or pickled module carries an idle one of its own. The same one can be started again and again: compiled
+    code has it inside.
+    """
+
+    def __init__(self) -> None:
+        self._keep: Keep | None = None  # None: idle
+        self.found: dict[str, Tensor] = {}  #: layer -> what was kept of its last call
+        self._mask: Tensor | None = None
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def start(self, network: nn.Module, layers: Mapping[str, nn.Module], keep: Keep) -> None:
+        """Listen to the layers from now on; masks may be handed to any part of the network.
+
+        What is kept of an output is found at once, before the network can work on the output in place.
+        """
+        self.stop()
+        self._keep = keep
+        for module in network.modules():
+            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+        for name, layer in layers.items():
+            self._handles.append(layer.register_forward_hook(partial(self._after, name)))
+
+    def stop(self) -> dict[str, Tensor]:
+        """Take the hooks away and give what was heard."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        found, self.found, self._keep, self._mask = self.found, {}, None, None
+        return found
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._keep is None:
+            return
+        mask, padding = kwargs.get("attention_mask"), kwargs.get("src_key_padding_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            self._mask = mask > 0
+        elif isinstance(padding, Tensor) and padding.ndim == 2:
+            self._mask = ~padding if padding.dtype == torch.bool else padding == 0
+
+    def _after(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        tensor = None if self._keep is None else _first_tensor(output)
+        if tensor is not None and self._keep is not None:
+            self.found[name] = self._keep(name, module, tensor.detach(), self._mask)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerRecorder:
+        return LayerRecorder()
+
+    def __reduce__(self) -> tuple[type[LayerRecorder], tuple[()]]:
+        return LayerRecorder, ()
 
 
 @contextmanager
@@ -126,27 +183,12 @@ def hearing(network: nn.Module, layers: Mapping[str, nn.Module], keep: Keep) -> 
     Yields:
         Name -> what was kept, in the order of the layers once they have been called.
     """
-    found: dict[str, Tensor] = {}
-    masks: list[Tensor] = []
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask, padding = kwargs.get("attention_mask"), kwargs.get("src_key_padding_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            masks[:] = [mask > 0]
-        elif isinstance(padding, Tensor) and padding.ndim == 2:
-            masks[:] = [~padding if padding.dtype == torch.bool else padding == 0]
-
-    def after(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        tensor = _first_tensor(output)
-        if tensor is not None:
-            found[name] = keep(module, tensor.detach(), masks[-1] if masks else None)
-
-    with ExitStack() as stack:
-        for module in network.modules():
-            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        for name, layer in layers.items():
-            stack.callback(layer.register_forward_hook(partial(after, name)).remove)
-        yield found
+    recorder = LayerRecorder()
+    recorder.start(network, layers, keep)
+    try:
+        yield recorder.found
+    finally:
+        recorder.stop()
 
 
 def run(network: nn.Module, x: Any) -> Any:
@@ -165,10 +207,13 @@ def _first_tensor(output: Any) -> Tensor | None:
 def as_maps(layer: nn.Module, output: Tensor) -> Tensor:
     """A layer's output as maps (B, C, H, W): tokens (B, T, D) become (B, D, T, 1), vectors (B, D) become (B, D, 1, 1).
 
-    Outputs (B, C, L) of layers with 1-D convolutions have their channels first, as maps have.
+    Outputs (B, C, L) of layers with 1-D convolutions have their channels first, as maps have; maps (B, H, W, C), as
+    those of Swin, are told by :func:`channels_last`.
     """
     if output.ndim == 3:
         return (output if channels_first(layer) else output.transpose(1, 2)).unsqueeze(3)
+    if output.ndim == 4 and channels_last(layer, output):
+        return output.permute(0, 3, 1, 2)
     return output[:, :, None, None] if output.ndim == 2 else output
 
 
@@ -176,12 +221,62 @@ def from_maps(layer: nn.Module, maps: Tensor, like: Tensor) -> Tensor:
     """What :func:`as_maps` was given, in the shape of ``like``."""
     if like.ndim == 3:
         return maps.squeeze(3) if channels_first(layer) else maps.squeeze(3).transpose(1, 2)
+    if like.ndim == 4 and channels_last(layer, like):
+        return maps.permute(0, 2, 3, 1)
     return maps.reshape(like.shape)
 
 
 def channels_first(layer: nn.Module) -> bool:
     """Whether outputs of three dimensions are (B, C, L) rather than tokens (B, T, D): 1-D convolutions are inside."""
     return any(isinstance(part, nn.Conv1d) for part in layer.modules())
+
+
+#: parts of class names that tell whether maps have their channels last, where their shapes do not
+_CHANNELS_LAST = {"Swin": True, "PatchMerging": True, "ConvNeXt": False, "CNBlock": False}
+
+
+def channels_last(layer: nn.Module, output: Tensor) -> bool:
+    """Whether maps of four dimensions are (B, H, W, C) rather than (B, C, H, W).
+
+    What is inside of the layer tells: ``nn.Linear`` and ``nn.LayerNorm`` work on the last dimension, all that is called
+    ``...2d`` on the second one. Of a layer that has both, as ConvNeXt's, the channels are where their number is.
+
+    Raises:
+        EncodingError: if both dimensions have it, or neither one.
+    """
+    first: set[int] = set()
+    last: set[int] = set()
+    spatial = False
+    for part in layer.modules():
+        if type(part).__name__.endswith("2d"):  # convolutions, norms, pooling; LayerNorm2d of torchvision and timm
+            spatial = True
+            first |= {getattr(part, name, 0) for name in ("out_channels", "num_features", "num_channels")}
+        elif isinstance(part, nn.Linear | nn.LayerNorm):
+            last.add(part.out_features if isinstance(part, nn.Linear) else part.normalized_shape[-1])
+    if not last:
+        height, width = output.shape[1:3]
+        if not spatial and height == width != output.shape[3]:
+            raise _unclear(layer, output, "its shape looks like (B, H, W, C), but nothing in it says so")
+        return False
+    if not spatial and output.shape[3] in last:
+        return True
+    at_second, at_last = (output.shape[place] in first | last for place in (1, 3))
+    if at_second != at_last:
+        return at_last
+    if isinstance(layer, nn.Sequential):
+        return channels_last(layer[-1], output)
+    kinds = [type(part).__name__ for part in layer.modules()]
+    for kind, answer in _CHANNELS_LAST.items():
+        if any(kind in name for name in kinds):
+            return answer
+    raise _unclear(layer, output, "what is inside of it fits both")
+
+
+def _unclear(layer: nn.Module, output: Tensor, why: str) -> EncodingError:
+    return EncodingError(
+        f"the output of {type(layer).__name__} of shape {tuple(output.shape)} may have its channels first or last: "
+        f"{why}. Name a layer around or inside of it, or average its maps in the network and name that layer."
+    )
 
 
 # -- a network layer by layer -----------------------------------------------------------------------------------------
@@ -271,7 +366,7 @@ class _ChainHead(nn.Module):
         return self._chain.logits(maps)
 
 
-def _copied_maps(layer: nn.Module, output: Tensor, mask: Tensor | None) -> Tensor:
+def _copied_maps(name: str, layer: nn.Module, output: Tensor, mask: Tensor | None) -> Tensor:
     return as_maps(layer, output).clone(memory_format=torch.contiguous_format)
 
 

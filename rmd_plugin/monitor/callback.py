@@ -63,7 +63,9 @@ class OODMonitor(Callback):
             detectors on inputs. Or a function that makes a detector from the LightningModule, called before each refit.
             The framework's detectors ask for a network that the monitor does not use: not ``KNN()``, which Python
             refuses, but ``KNN``, ``partial(KNN, k=50)``, ``KNN(None, k=50)`` or ``"knn"``.
-            A :class:`rmd_plugin.FusedRMD` without a head gets the network's; the log says which.
+            A :class:`rmd_plugin.FusedRMD` without a head gets the network's; the log says which. The layers of a
+            :class:`rmd_plugin.MultiLayer` are those of the module (``"model.layer*"``) or of the part of it that it was
+            given, and are heard in the passes that give the features.
         head: dotted name of the classification layer, whose input is the features and whose output is the logits. By
             default the ``nn.Linear`` whose output the network returns. Of tokens or maps, the features are the position
             that is classified, or the mean, whichever gives the network's logits.
@@ -221,7 +223,7 @@ class OODMonitor(Callback):
     ) -> None:
         """Listen to the forward pass, if the detectors are fitted on those of the training."""
         if self.refit == "stream" and self._engine.due(trainer):
-            self._engine.encoder.start()
+            self._engine.listen(trainer, pl_module, batch)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -369,7 +371,8 @@ class OODMonitor(Callback):
         kept = [name for name in state["detectors"] if name in found]
         for name in kept:
             if module is not None:
-                give_network(bare(found[name]), module, head=state["head"], encoder=state.get("encoder"))
+                part = str(state.get("networks", {}).get(name, ""))
+                give_network(bare(found[name]), module, head=state["head"], encoder=state.get("encoder"), part=part)
             if name in calibrations and not isinstance(found[name], Calibrated):
                 calibrated = Calibrated(found[name], state.get("alpha", 0.05))
                 calibrated.calibration = calibrations[name].to(map_location)

@@ -81,6 +81,7 @@ class Engine:
             return
         encoder = self.new_encoder(module)
         self._build(module, encoder)
+        encoder.layers = self.roster.listen(module, fitting=trainer.state.fn == TrainerFn.FITTING)
         adapters = self.roster.adapters
         inputs = Representation.INPUTS
         on_inputs = [name for name, found in adapters.items() if found.fitted_on is inputs]
@@ -108,6 +109,7 @@ class Engine:
         """Stop listening."""
         if self._encoder is not None:
             self._encoder.stop()
+        self.roster.stop_listening()
         self._encoder = self._evaluation = self.stream.refit = None
 
     def _build(self, module: pl.LightningModule, encoder: BatchEncoder, names: list[str] | None = None) -> None:
@@ -140,6 +142,13 @@ class Engine:
         due = epoch >= self.monitor.warmup_epochs and (epoch + 1) % self.monitor.every_n_epochs == 0
         return due or trainer.state.fn != TrainerFn.FITTING
 
+    def listen(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> None:
+        """Get ready to hear the training step of a batch."""
+        if any(not found.found for found in self.encoder.layers):
+            with visiting(module, self.monitor.seed), trainer.precision_plugin.forward_context():
+                self.encoder.find_layers(batch)
+        self.encoder.start()
+
     def add_to_stream(self, trainer: pl.Trainer, batch: Any) -> None:
         """Add what was heard of a training batch to the stream."""
         encoded = self._heard(batch)
@@ -160,6 +169,8 @@ class Engine:
         data, encoder = self._fit_data(trainer), self.encoder
         if self.roster.needs_parts and encoder.by_head and encoder.head is None:
             data.find_head()
+        if any(not found.found for found in encoder.layers):
+            data.find_layers()
         self._build(module, encoder, names)
         for name, found in self.roster.head_users().items():
             logits = f"the head {encoder.head!r}" if found else "its own Gaussians, for want of a linear head"

@@ -26,6 +26,9 @@ from rmd_plugin.monitor.sharding import own_samples
 from rmd_plugin.monitor.trainer_access import training_loaders
 
 _MOMENTS, _LOGITS, _INPUTS = Representation.MOMENTS, Representation.LOGITS, Representation.INPUTS
+_POOLED = Representation.POOLED
+#: what is fitted on moments
+_ON_MOMENTS = (_MOMENTS, _POOLED)
 
 
 @dataclass
@@ -45,18 +48,20 @@ class _Group:
     metric: Metric
     names: list[str] = field(default_factory=list)
     error: Exception | None = None
+    layer: str = ""  #: of whose features the moments are, as ``Encoded.layers`` calls it
 
     def update(self, encoded: Encoded, labels: Tensor, positions: Tensor) -> None:
-        where = () if self.fed is _MOMENTS else (positions,)
-        self.metric.update(take(self.fed, encoded), labels, *where)
+        where = () if self.fed in _ON_MOMENTS else (positions,)
+        values = take(self.fed, encoded)
+        self.metric.update(values[self.layer] if self.fed is _POOLED else values, labels, *where)
 
     def collect(self, device: torch.device) -> Any:
         """What the detectors are fitted on, from all processes together."""
-        if self.fed is not _MOMENTS and device.type == "cuda":
+        if self.fed not in _ON_MOMENTS and device.type == "cuda":
             self.metric.to(device)  # NCCL moves only what is on its devices
         with quiet_compute():
             found = self.metric.compute()
-        if self.fed is _MOMENTS:
+        if self.fed in _ON_MOMENTS:
             return found
         rows, labels = found
         return Encoded(rows, rows if self.fed is _LOGITS else None, labels)
@@ -75,17 +80,24 @@ class Refit:
         for name, adapter in adapters.items():
             if adapter.fitted_on in (None, _INPUTS):
                 continue
-            options: tuple[Any, ...] = ()
-            if adapter.fitted_on is _MOMENTS:
-                # float64 sums do not exist on MPS; rows are collected on the CPU
-                metric: Metric = adapter.detector.new_moments()  # type: ignore[attr-defined]
-                fed, options = _MOMENTS, _options(metric)
-                metric.to("cpu" if device.type == "mps" else device)
+            detector: Any = adapter.detector
+            if adapter.fitted_on is _POOLED:
+                for layer in adapter.layers.keys().values() if adapter.layers else ():
+                    self._join(name, _POOLED, detector.new_layer_moments(), device, layer)
+            elif adapter.fitted_on is _MOMENTS:
+                self._join(name, _MOMENTS, detector.new_moments(), device)
             else:
                 # all that is made from features shares their rows
-                fed, metric = _LOGITS if adapter.fitted_on is _LOGITS else Representation.FEATURES, FeatureRows()
-            self._groups.setdefault((fed, *options), _Group(fed, metric)).names.append(name)
+                fed = _LOGITS if adapter.fitted_on is _LOGITS else Representation.FEATURES
+                self._groups.setdefault((fed,), _Group(fed, FeatureRows())).names.append(name)
         self._device = device
+
+    def _join(self, name: str, fed: Representation, metric: Metric, device: torch.device, layer: str = "") -> None:
+        """Let a detector share the moments of others with the same settings."""
+        # float64 sums do not exist on MPS; rows are collected on the CPU
+        metric.to("cpu" if device.type == "mps" else device)
+        group = _Group(fed, metric, layer=layer)
+        self._groups.setdefault((fed, layer, *_options(metric)), group).names.append(name)
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -130,15 +142,27 @@ class Refit:
         """
         module, anywhere = trainer.lightning_module, partial(trainer.strategy.reduce_boolean_decision, all=False)
         outcomes: dict[str, FitOutcome] = {}
+        moments: dict[str, dict[str, Any]] = {}  # of detectors on several layers, by layer
         for group in self._groups.values():
             start = time.perf_counter()
             failed = anywhere(group.error is not None)
-            rows = None if failed else self._collect(group)
-            shared = self.seconds + time.perf_counter() - start
+            found = None if failed else self._collect(group)
+            seconds = time.perf_counter() - start
             for name in group.names:
-                outcomes[name] = FitOutcome(shared, group.error, failed)
-                if rows is not None:
-                    _attempt(outcomes[name], adapters[name], rows, module, seed)
+                outcome = outcomes.setdefault(name, FitOutcome(self.seconds))
+                outcome.seconds += seconds
+                outcome.error, outcome.failed = outcome.error or group.error, outcome.failed or failed
+                if found is not None and group.fed is _POOLED:
+                    moments.setdefault(name, {})[group.layer] = found
+                elif found is not None:
+                    _attempt(outcome, adapters[name], found, module, seed)
+        for name, adapter in adapters.items():
+            layers = adapter.layers.keys() if adapter.layers else {}
+            if adapter.fitted_on is _POOLED and not layers:
+                outcomes[name] = FitOutcome(error=EncodingError("no batch has shown its layers. Name them."))
+            elif adapter.fitted_on is _POOLED and moments.get(name, {}).keys() == set(layers.values()):
+                found = {layer: moments[name][key] for layer, key in layers.items()}
+                _attempt(outcomes[name], adapter, found, module, seed)
         for name, adapter in adapters.items():
             if adapter.fitted_on is _INPUTS:
                 outcomes[name] = FitOutcome()
@@ -163,17 +187,18 @@ class Refit:
         """
         states = []
         for group in self._groups.values():
-            if group.fed is _MOMENTS:
+            if group.fed in _ON_MOMENTS:
                 with group.metric.sync_context():
                     tensors = {name: _joined(value).cpu().clone() for name, value in group.metric.metric_state.items()}
-                states.append({"names": list(group.names), "tensors": tensors})
+                states.append({"names": list(group.names), "layer": group.layer, "tensors": tensors})
         return states
 
     def load_moments(self, states: list[dict[str, Any]]) -> None:
         """Go on from :meth:`moments_state`. Only one process may take it over."""
         for state in states:
             for group in self._groups.values():
-                if group.fed is _MOMENTS and list(group.names) == state["names"]:
+                place = state["names"], state.get("layer", "")
+                if group.fed in _ON_MOMENTS and (list(group.names), group.layer) == place:
                     group.metric.merge_state(state["tensors"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -11,23 +12,15 @@ from pytorch_ood.api import Detector, FeaturesDetector, LogitsDetector
 from torch import nn
 
 import rmd_plugin
-from rmd_plugin.compare.adapters import (
-    Adapter,
-    NetworkParts,
-    NotSupported,
-    adopt,
-    build,
-    detector_class,
-    give_head,
-    has_head,
-    takes_head,
-)
+from rmd_plugin.compare.adapters import Adapter, Representation, adopt, has_head, hearing_layers, takes_head
+from rmd_plugin.compare.building import NetworkParts, NotSupported, build, detector_class, give_head
 from rmd_plugin.detectors.calibrated import Calibrated
 from rmd_plugin.detectors.conformal import Calibration
 from rmd_plugin.detectors.snapshot import NotKeptError, damaged, restore_snapshot, take_snapshot
-from rmd_plugin.encoding.batch_encoder import BatchEncoder, Encoding
+from rmd_plugin.encoding.batch_encoder import BatchEncoder, Encoding, Layered
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.encoding.isolation import Evaluated
+from rmd_plugin.encoding.layer_encoder import LayerEncoder
 from rmd_plugin.monitor.lockstep import whole
 from rmd_plugin.monitor.refit import FitOutcome
 from rmd_plugin.shipped import detector_options
@@ -50,6 +43,8 @@ class Roster:
         self.unfit: dict[str, str] = {}
         #: by which validation scores each fit decides
         self.calibrations: dict[str, Calibration] = {}
+        #: where in the module the network is whose layers a detector names
+        self.networks: dict[str, str] = {}
         self._snapshots: dict[str, dict[str, Any]] = {}  # until their detectors are there
         self._resuming = False
 
@@ -81,11 +76,25 @@ class Roster:
         for name in names:
             spec = self._specs[name]
             if not isinstance(spec, Detector):
-                self.adapters[name] = self._make(name, spec, module, parts)
+                before = self.adapters.get(name)
+                made = self._make(name, spec, module, parts)
+                self.adapters[name] = made if before is None else replace(made, layers=before.layers)
             elif name in self._headless:
                 give_head(spec, parts)
             if name in self._snapshots:
                 self._restore(name, self._snapshots.pop(name))
+
+    def listen(self, module: nn.Module, *, fitting: bool) -> list[LayerEncoder]:
+        """What detectors on inner layers hear of a module, until :meth:`stop_listening`."""
+        self.adapters = {k: hearing_layers(found, module, fitting=fitting) for k, found in self.adapters.items()}
+        layers = {name: found.layers for name, found in self.adapters.items() if found.layers is not None}
+        places = {id(part): name for name, part in module.named_modules()}
+        self.networks |= {name: places[id(found.network)] for name, found in layers.items()}
+        return list(layers.values())
+
+    def stop_listening(self) -> None:
+        """Let go of the module."""
+        self.adapters = {name: replace(adapter, layers=None) for name, adapter in self.adapters.items()}
 
     @staticmethod
     def _make(name: str, spec: Callable[..., Detector], module: nn.Module, parts: NetworkParts) -> Adapter:
@@ -152,6 +161,7 @@ class Roster:
             "fitted": {name: dict(when) for name, when in self.fitted.items()},
             "unfit": dict(self.unfit),
             "unkept": unkept,
+            "networks": {name: place for name, place in self.networks.items() if name in snapshots},
             "calibrations": {name: dict(found.tensors) for name, found in self.calibrations.items()},
         }
 
@@ -212,17 +222,22 @@ def parts_of(encoder: BatchEncoder, *, head: str | None, seed: int) -> NetworkPa
     except EncodingError:
         model = None
     if not isinstance(layer, nn.Linear):
-        return NetworkParts(model=model, seed=seed)
-    return NetworkParts(layer.in_features, layer.out_features, head=whole(layer), model=model, seed=seed)
+        return NetworkParts(model=model, listens=True, seed=seed)
+    width, classes = layer.in_features, layer.out_features
+    return NetworkParts(width, classes, head=whole(layer), model=model, listens=True, seed=seed)
 
 
-def give_network(detector: Detector, module: nn.Module, *, head: str | None, encoder: str | None) -> None:
-    """Put the network in front of a loaded detector: its features, its logits, or the whole of it."""
+def give_network(
+    detector: Detector, module: nn.Module, *, head: str | None, encoder: str | None, part: str = ""
+) -> None:
+    """Put the network in front of a loaded detector: its features, its logits, layers of a part, or the whole of it."""
     network: nn.Module
     if isinstance(detector, LogitsDetector):
         name, network = "model", Encoding(module, head, encoder, logits=True)
     elif isinstance(detector, FeaturesDetector):
         name, network = "encoder", Encoding(module, head, encoder)
+    elif adopt(detector).scored_on is Representation.POOLED:
+        name, network = "encoder", Layered(module, head, encoder, part=part)
     else:
         name, network = "model", Evaluated(module)
     setattr(detector, name, network)

@@ -49,6 +49,19 @@ class DataSource:
             except Exception:
                 return
 
+    def find_layers(self) -> None:
+        """Run one batch, the same on every process, from which the encoder learns which inner layers there are."""
+        trainer, module, source = self.trainer, self.trainer.lightning_module, self._source()
+        with (
+            visiting(module, self.seed),
+            left_sharded(module),
+            torch.no_grad(),
+            self._untouched(source),
+            trainer.precision_plugin.forward_context(),
+        ):
+            for batch in shard(source, limit=1, seed=self.seed).batches:
+                self.encoder.find_layers(transfer(trainer, batch))
+
     def batches(self) -> Generator[tuple[Encoded, Tensor], None, None]:
         """This process's share, encoded in evaluation mode and the trainer's precision, and its positions in the set.
 

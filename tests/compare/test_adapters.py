@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin import RMD, FusedRMD, PartialMahalanobis
-from rmd_plugin.compare.adapters import NetworkParts, NotSupported, Representation, adopt, build, detector_class
+from rmd_plugin.compare.adapters import Representation, adopt
+from rmd_plugin.compare.building import NetworkParts, NotSupported, build, detector_class
 from rmd_plugin.encoding.batches import Encoded
 
 D, K = 12, 3

@@ -12,6 +12,7 @@ from tiny_benchmark import CLASSES, Tiny, TinyNet
 from torch import nn
 
 from rmd_plugin import RMD, Calibrated, Mahalanobis, MultiLayer, NumericalWarning
+from rmd_plugin.compare.cache import FeatureCache
 from rmd_plugin.compare.comparison import compare
 from rmd_plugin.compare.extraction import Extractor
 from rmd_plugin.compare.rows import select
@@ -321,3 +322,59 @@ def test_without_validation_data_the_training_data_fit_and_nothing_is_decided():
     assert found.detectors["ts"].calibration is None
     [row] = [row for row in found.rows if "@" in row.metric]
     assert (row.status, row.reason) == ("skipped", "the benchmark has no ID validation data")
+
+
+LAYERED = {
+    "sum": functools.partial(MultiLayer, detector=RMD(), layers=["0", "2"]),
+    "p-values": functools.partial(MultiLayer, layers=["0", "2"], fusion="p-values"),
+    "one": functools.partial(MultiLayer, detector=Mahalanobis(), layers="1", pooling="cls"),
+}
+
+
+def test_detectors_on_pooled_layers_cost_no_pass_of_their_own_and_score_as_through_the_network():
+    backbone, alone = TinyNet(), TinyNet()
+    found = run({"rmd": RMD, **LAYERED}, backbone)
+    run({"rmd": RMD}, alone)
+    # besides: a sample for every set of layers that is new, and one when a detector is built
+    assert backbone.seen <= alone.seen + 6
+    data = Tiny().parts
+    for name, factory in LAYERED.items():
+        by_hand = factory(encoder=backbone.eval().encoder).fit([(data["train"].x, data["train"].y)])
+        for split in ("test", "near", "far"):
+            expected = by_hand.predict(data[split].x).numpy()
+            assert found.scores[name][split] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+        saved = Calibrated.from_state(found.detectors[name].state_dict(), backbone.encoder)
+        assert saved.predict(data["near"].x).numpy() == pytest.approx(found.scores[name]["near"], rel=1e-4, abs=1e-4)
+
+
+def test_a_second_comparison_does_not_run_the_network_for_pooled_layers(tmp_path):
+    def once():
+        backbone = TinyNet()
+        extractor = Extractor(Tiny(), backbone, cache=FeatureCache(tmp_path), progress=False, batch_size=64)
+        result = compare(extractor, LAYERED, benchmark="tiny", backbone="net", resamples=0)
+        return result, backbone.seen
+
+    (first, all_samples), (second, few) = once(), once()
+    assert all_samples > 240 + 90 + 60 + 50 + 40
+    assert few < 40  # the probes of five splits, and samples that show that there are such layers
+    for name in LAYERED:
+        assert np.array_equal(first.scores[name]["near"], second.scores[name]["near"])
+
+
+def test_layers_that_cannot_be_had_are_a_reason_and_the_others_stand():
+    backbone = TinyNet()
+    backbone.encoder.spare = nn.Linear(1, 1)
+    backbone.encoder.forward = lambda x: backbone.encoder[2](backbone.encoder[1](backbone.encoder[0](x)))
+    result = run(
+        {
+            "rmd": RMD,
+            "no such": functools.partial(MultiLayer, layers="layer9"),
+            "silent": functools.partial(MultiLayer, layers=["0", "spare"]),
+            "layers": LAYERED["sum"],
+        },
+        backbone,
+    )
+    reasons = {row.detector: row.reason for row in result.rows if not row.ok}
+    assert "has no layer 'layer9'" in reasons["no such"]
+    assert "spare did not take part" in reasons["silent"]
+    assert set(result.scores) == {"rmd", "layers"}

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 from rmd_plugin.compare.cache import FeatureCache
 from rmd_plugin.compare.extraction import Extractor
+from rmd_plugin.encoding.batches import EncodingError
 
 
 def make(cache=None, benchmark=None, backbone=None, **options):
@@ -175,3 +178,92 @@ def test_empty_splits_and_odd_batches_are_refused():
 def test_worker_processes_give_the_same_features(cache):
     one, other = make().features("test"), make(num_workers=1).features("test")
     assert np.array_equal(one.features, other.features)
+
+
+def hidden(extractor, split):
+    """Output of the first two layers of the network, by hand."""
+    encoder, x = extractor.backbone.eval().encoder, extractor.benchmark.parts[split].x
+    with torch.no_grad():
+        first = encoder[0](x)
+        return {"0": first, "2": encoder[2](encoder[1](first))}
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_one_pass_gives_the_features_and_those_of_inner_layers(cached, cache):
+    extractor = make(cache if cached else None, layers=["0", "2"])
+    features = extractor.features("train").features
+    found = extractor.layer_features("train")
+    assert extractor.backbone.seen == 240 + 1  # one sample to see that the layers are there
+    assert list(found) == ["0", "2"]
+    for name, expected in hidden(extractor, "train").items():
+        assert torch.allclose(found[name], expected, atol=1e-6)
+    assert torch.equal(found["2"], features)  # what is behind it is idle in evaluation
+
+
+def test_layers_come_from_the_cache_one_by_one_and_memory_mapped(cache):
+    first = make(cache, layers=["0", "2"])
+    expected = first.layer_features("test")
+    again = make(cache, layers="2")
+    found = again.layer_features("test")
+    assert again.features("test").cached
+    assert again.backbone.seen <= 1 + 4  # the sample and the probes
+    assert torch.equal(found["2"], expected["2"])
+    entries = [json.loads(path.read_text()) for path in cache.root.glob("??/*/entry.json")]
+    assert sorted(entry.get("layer", "") for entry in entries) == ["", "0", "2"]
+    for entry in cache.root.glob("??/*/features.npy"):  # readable by plain numpy, one file for each layer
+        assert len(np.load(entry, mmap_mode="r")) == 60
+    more = make(cache, layers=["0", "1", "2"])
+    more.layer_features("test")
+    assert more.backbone.seen <= 1 + 4 + 60  # only what is new is computed
+    assert len(list(cache.root.glob("??/*/entry.json"))) == 4
+
+
+class Sequences(nn.Module):
+    """Vectors as three tokens of width 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Unflatten(1, (3, 2))
+
+    def forward(self, x):
+        return self.tokens(x).flatten(1)
+
+
+def test_every_pooling_is_an_entry_of_its_own(cache):
+    x = Tiny().parts["test"].x.view(-1, 3, 2)
+    for pooling, expected in (("mean", x.mean(1)), ("cls", x[:, 0]), ("last", x[:, 2])):
+        backbone = TinyNet()
+        backbone.encoder = Sequences()
+        extractor = make(cache, backbone=backbone, layers="tokens", pooling=pooling)
+        assert torch.allclose(extractor.layer_features("test")["tokens"], expected)
+    assert len(list(cache.root.glob("??/*/entry.json"))) == 4
+
+
+def test_layers_of_a_network_whose_code_changed_are_computed_again(cache, monkeypatch):
+    backbone = TinyNet()
+    backbone.encoder = nn.Sequential(Sneaky(), nn.Flatten())
+    make(cache, backbone=backbone, layers="0").layer_features("test")
+    monkeypatch.setattr(Sneaky, "factor", 2.0)
+    found = make(cache, backbone=backbone, layers="0").layer_features("test")
+    assert torch.equal(found["0"], 2 * Tiny().parts["test"].x)
+
+
+def test_layers_that_there_are_not_are_told():
+    with pytest.raises(EncodingError, match="no layer 'layer1'"):
+        make(layers="layer1").features("test")
+    with pytest.raises(ValueError, match=r"no layers were asked for. Make the Extractor with layers="):
+        make().layer_features("test")
+
+
+def test_an_interrupted_pass_leaves_no_entry(cache):
+    backbone = TinyNet()
+    extractor = make(cache, backbone=backbone, layers=["0", "2"])
+    backbone.encoder.register_forward_hook(lambda *_: stop() if backbone.seen > 100 else None)
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        extractor.features("train")
+    assert not list(cache.root.glob("??/*"))
+    assert not list(cache.root.glob("tmp/*"))

@@ -153,3 +153,72 @@ def test_damaged_states_are_refused(data):
         load_detector({**state, "tensors": {"left_out.0": state["tensors"]["left_out.0"]}})
     with pytest.raises(ValueError, match="belongs to RMD"):
         MultiLayer().load_state_dict(state["detectors"][0])
+
+
+FUSIONS = pytest.mark.parametrize("fusion", ["sum", "p-values"])
+
+
+def exported(detector, new):
+    """The module, its example, and the sizes that may change."""
+    shapes = {"layers": {name: {0: torch.export.Dim("batch")} for name in new}}
+    return detector.to_module(), ({name: z[:3] for name, z in new.items()},), shapes
+
+
+@FUSIONS
+def test_torch_export_gives_the_scores_for_any_batch_size(fusion, data):
+    train, y, new = data
+    detector = MultiLayer(fusion=fusion).fit_layers(train, y)
+    module, example, shapes = exported(detector, new)
+    assert not list(module.parameters())
+    program = torch.export.export(module, example, dynamic_shapes=shapes)
+    expected = detector.predict_layers(new)
+    torch.testing.assert_close(program.module()(new), expected)
+    detector.fit_layers(new, torch.arange(40) % 2)  # of which the module is independent
+    torch.testing.assert_close(module(new), expected)
+
+
+@pytest.mark.slow
+@FUSIONS
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_onnxruntime_agrees_with_eager(fusion, data, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    train, y, new = data
+    detector = MultiLayer(fusion=fusion).fit_layers(train, y)
+    module, example, shapes = exported(detector, new)
+    given = {"kwargs": {"layers": example[0]}, "dynamic_shapes": shapes}
+    torch.onnx.export(module, (), tmp_path / "it.onnx", dynamo=True, verbose=False, **given)
+    session = onnxruntime.InferenceSession(tmp_path / "it.onnx", providers=["CPUExecutionProvider"])
+    inputs = {given.name: z.numpy() for given, z in zip(session.get_inputs(), new.values(), strict=True)}
+    (scores,) = session.run(None, inputs)
+    expected = detector.predict_layers(new).numpy()
+    np.testing.assert_allclose(scores, expected, atol=1e-4 * expected.std())
+
+
+def test_calibrated_ones_are_one_graph(data):
+    train, y, new = data
+    detector = Calibrated(MultiLayer().fit_layers(train, y), alpha=0.1)
+    detector.calibrate_scores(detector.predict_layers({name: z.flip(0) for name, z in train.items()}))
+    scores, p_values, decisions = detector.to_module()(new)
+    expected = detector.predict_layers(new)
+    torch.testing.assert_close(scores, expected)
+    torch.testing.assert_close(p_values, detector.calibration.p_value(expected))
+    assert torch.equal(decisions, expected > detector.threshold())
+
+
+def test_maps_are_averaged_before_they_are_scaled():
+    torch.manual_seed(0)
+    maps, y = torch.randint(1, 9, (60, 4, 2, 2)).double(), torch.arange(60) % 2  # their means are exact
+    unit = MultiLayer(Mahalanobis(normalize=True, shrinkage=0.1))
+    found = unit.fit_layers({"a": maps}, y).predict_layers({"a": maps})
+    z = {"a": maps.mean(dim=(2, 3))}
+    assert torch.allclose(unit.fit_layers(z, y).predict_layers(z), found, atol=1e-4)
+
+
+def test_a_state_is_loaded_by_what_has_other_layers_which_a_later_fit_takes(data):
+    train, y, _ = data
+    state = MultiLayer(Mahalanobis()).fit_layers(train, y).state_dict()
+    detector = MultiLayer(layers="layer*").load_state_dict(state)
+    assert (detector.layers, list(detector.detectors)) == ("layer*", list(train))
+    assert isinstance(detector.detector, Mahalanobis)
+    assert load_detector(state).layers == list(train)

@@ -1,5 +1,8 @@
 """Several layers in one pass: their features are what a user would pool by hand."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -129,3 +132,71 @@ def test_what_does_not_fit_is_told():
     network.forward = lambda x: network[0](x)
     with pytest.raises(EncodingError, match="spare did not take part"):
         LayerEncoder(network, "spare")(torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("size", [(64, 96), (384, 384)])  # of the larger one, the first maps are 96 x 96 x 96
+def test_maps_with_channels_last_are_averaged_over_space(size):
+    models = pytest.importorskip("torchvision.models")
+    torch.manual_seed(0)
+    swin = models.SwinTransformer([4, 4], 96, [1, 1], [2, 2], [2, 2]).eval()
+    x = torch.rand(1, 3, *size)
+    found = LayerEncoder(swin, "auto")(x)
+    names = ["features.1", "features.3"]
+    assert list(found) == names
+    with torch.no_grad():
+        first = swin.features[1](swin.features[0](x))
+        second = swin.features[3](swin.features[2](first))
+    assert torch.allclose(found["features.1"], first.mean(dim=(1, 2)), atol=1e-5)
+    assert torch.allclose(found["features.3"], second.mean(dim=(1, 2)), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(64, 96), (384, 384)])
+def test_maps_of_convnext_have_their_channels_first_though_it_is_linear_inside(size):
+    convnext = pytest.importorskip("torchvision.models.convnext")
+    network = convnext.ConvNeXt([convnext.CNBlockConfig(96, 192, 1), convnext.CNBlockConfig(192, None, 1)]).eval()
+    x = torch.rand(1, 3, *size)
+    found = LayerEncoder(network, ["features.1", "features.3"])(x)
+    with torch.no_grad():
+        assert torch.allclose(found["features.1"], network.features[:2](x).mean(dim=(2, 3)), atol=1e-5)
+        assert torch.allclose(found["features.3"], network.features(x).mean(dim=(2, 3)), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "convnext_atto", "test_convnext"])
+def test_stages_of_timm_are_averaged_as_timm_says_where_their_channels_are(name):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    network = timm.create_model(name).eval()
+    x = torch.rand(1, *network.default_cfg["input_size"])
+    found = LayerEncoder(network, [info["module"] for info in network.feature_info])(x)
+    with torch.no_grad():
+        maps = network.forward_intermediates(x, intermediates_only=True, output_fmt="NCHW")
+    for z, expected in zip(found.values(), maps[-len(found) :], strict=True):
+        assert torch.allclose(z, expected.mean(dim=(2, 3)), atol=1e-4)
+
+
+def test_maps_whose_channels_nobody_can_tell_are_refused():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.linear = nn.Conv2d(3, 8, 1), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(self.conv(x))
+
+    network = nn.Sequential(Both(), nn.Identity())
+    with pytest.raises(EncodingError, match=r"Both of shape \(1, 8, 8, 8\) may have .* fits both. Name a layer around"):
+        LayerEncoder(network, "0")(torch.rand(1, 3, 8, 8))
+    with pytest.raises(EncodingError, match=r"Identity of shape \(1, 4, 4, 8\) may have .* looks like \(B, H, W, C\)"):
+        LayerEncoder(nn.Sequential(nn.Linear(3, 8), nn.Identity()), "1")(torch.rand(1, 4, 4, 3))
+
+
+def test_a_copy_of_an_encoder_listens_too_and_a_network_that_is_copied_while_it_listens_carries_idle_hooks():
+    network, x = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5)), torch.rand(3, 4)
+    encoder = LayerEncoder(network, ["0", "1"])
+    found = encoder(x)
+    assert all(torch.equal(z, found[name]) for name, z in copy.deepcopy(encoder)(x).items())
+    with encoder.listening(x) as heard:
+        network(x)
+        pickle.loads(pickle.dumps(network))(x + 1)
+        copy.deepcopy(network)(x + 1)
+    assert torch.equal(heard["1"], found["1"])

@@ -76,16 +76,17 @@ def test_layers_that_there_are_not_are_named_with_what_there_is():
 def test_what_a_layer_gave_is_kept_before_the_network_works_on_it_in_place():
     network = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     x = torch.randn(5, 2)
-    with hearing(network, {"0": network[0]}, lambda layer, output, mask: output.clone()) as found:
+    with hearing(network, {"0": network[0]}, lambda name, layer, output, mask: output.clone()) as found:
         network(x)
     assert torch.equal(found["0"], nn.functional.linear(x, network[0].weight, network[0].bias))
     assert not network[0]._forward_hooks
     assert not network._forward_pre_hooks
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.Conv1d(3, 3, 1), nn.Conv2d(3, 3, 1)])
+@pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.Conv1d(3, 3, 1), nn.Conv2d(3, 3, 1), nn.LayerNorm(3)])
 def test_maps_have_the_channels_first_and_become_what_they_were(layer):
-    shape = {nn.Linear: (2, 5, 3), nn.Conv1d: (2, 3, 5), nn.Conv2d: (2, 3, 5, 1)}[type(layer)]
+    shapes = {nn.Linear: (2, 5, 3), nn.Conv1d: (2, 3, 5), nn.Conv2d: (2, 3, 5, 1), nn.LayerNorm: (2, 5, 1, 3)}
+    shape = shapes[type(layer)]
     output = layer(torch.rand(shape))
     maps = as_maps(layer, output)
     assert maps.shape == (2, 3, 5, 1)

@@ -11,7 +11,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_ood.detector import NACUE, ODIN, GradNorm, Gram, MahalanobisODIN, MaxSoftmax, ReAct, ViM
 from torch import nn
 
-from rmd_plugin import RMD, Mahalanobis, MultiLayer
+from rmd_plugin import RMD, Mahalanobis
 from rmd_plugin.monitor.callback import OODMonitor
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
@@ -127,14 +127,3 @@ def test_data_that_cannot_be_read_to_find_the_head_are_told_as_always():
     monitor = monitored({"vim": ViM}, fit_loader=torch.utils.data.DataLoader(Unreadable(), 5))
     with pytest.warns(UserWarning, match="vim could not be fitted in epoch 0. OSError: disk is gone"):
         fit(monitor)
-
-
-def test_a_detector_of_several_layers_with_the_network_is_fitted_and_scored_in_training():
-    module = Classifier()
-    layers = MultiLayer(RMD(shrinkage=0.1), module.model, layers=["body.0", "body.2"])
-    monitor = monitored({"layers": layers})
-    fit(monitor, module=module, max_epochs=2)
-    net = module.eval().model
-    by_hand = MultiLayer(RMD(shrinkage=0.1), net, layers=["body.0", "body.2"]).fit([TRAIN])
-    expected = oracle.auroc(by_hand.predict(VAL[0]), by_hand.predict(OOD[0]))
-    assert values(monitor, epoch=1)["layers", "svhn"] == pytest.approx(expected, abs=1e-3)

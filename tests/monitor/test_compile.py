@@ -6,7 +6,7 @@ import pytest
 import torch
 from callback_kit import OOD, TRAIN, VAL, Classifier, features_of, fit, loader, values
 
-from rmd_plugin import RMD
+from rmd_plugin import RMD, MultiLayer
 from rmd_plugin.encoding.batch_encoder import BatchEncoder
 from rmd_plugin.encoding.batches import EncodingError
 from rmd_plugin.monitor.callback import OODMonitor
@@ -130,3 +130,26 @@ def test_an_encoder_inside_of_a_compiled_network_is_heard_and_nothing_is_compile
             assert torch.equal(encoded.logits, expected)
             assert torch.equal(whole(x), expected)
     assert backend.graphs == 1
+
+
+@slow
+@pytest.mark.parametrize(("way", "names"), [("network", "model._orig_mod.body.*"), ("body", "model.body._orig_mod.*")])
+def test_a_stream_hears_the_layers_of_a_network_that_is_compiled_while_it_listens(way, names):
+    def make(layers):
+        detector = MultiLayer(RMD(shrinkage=0.1), layers=layers)
+        return OODMonitor({"layers": detector}, ood={"svhn": loader(OOD)}, refit="stream")
+
+    monitor, eager = make(names), make("model.body.*")
+    module, _ = trained(way, monitor=monitor, before=False)
+    twin, _ = trained(way, before=False)
+    assert all(torch.equal(value, weights(twin)[name]) for name, value in weights(module).items())
+    fit(eager, train=batches())
+    assert values(monitor)["layers", "svhn"] == pytest.approx(values(eager)["layers", "svhn"], abs=1e-3)
+
+
+@slow
+def test_a_stream_from_layers_that_were_compiled_before_asks_for_a_pass():
+    detector = MultiLayer(RMD(shrinkage=0.1), layers="model.body._orig_mod.*")
+    monitor = OODMonitor({"layers": detector}, ood={"svhn": loader(OOD)}, refit="stream")
+    with pytest.raises(EncodingError, match=r"did not take part .* compiled and run before .* refit='pass'"):
+        trained("body", monitor=monitor)

@@ -87,6 +87,15 @@ def test_a_fit_that_draws_is_the_same_on_every_process(single, double):
         assert torch.equal(result["ood"]["drawn"][0], weight)
 
 
+@pytest.mark.parametrize("prefix", ["ood", "stream"])
+def test_two_processes_find_the_layers_of_one(single, double, prefix):
+    for result in double[1]:
+        expected = single[prefix]["layers"]
+        assert all(len(scores) == 91 for scores in expected.values())  # every sample counts once
+        for name, scores in expected.items():
+            torch.testing.assert_close(result[prefix]["layers"][name], scores, rtol=1e-5, atol=1e-5)
+
+
 def test_flows_are_the_same_on_every_process(single, double):
     for result in double[1]:
         for name, tensor in single["ood"]["flow"].items():

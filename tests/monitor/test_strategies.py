@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import pytorch_lightning.strategies as strategies
 from callback_kit import Classifier
+from pytorch_lightning.trainer.states import TrainerFn, TrainerState
 from pytorch_ood.detector import ODIN
 
 from rmd_plugin import RMD
@@ -15,7 +16,7 @@ from rmd_plugin.monitor.lockstep import check_strategy, in_lockstep
 def trainer_of(kind, **attributes):
     strategy = kind.__new__(kind)  # some cannot be made without packages that are not installed
     vars(strategy).update(attributes)
-    return SimpleNamespace(strategy=strategy, world_size=2)
+    return SimpleNamespace(strategy=strategy, world_size=2, state=TrainerState(fn=TrainerFn.FITTING))
 
 
 def mesh(size):

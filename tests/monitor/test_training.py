@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter, OrderedDict
+from functools import partial
 
 import callback_kit as kit
 import numpy as np
@@ -14,7 +15,7 @@ from pytorch_ood.detector import KNN, MCD, ODIN, GradNorm, MahalanobisODIN, MaxS
 from torch import nn
 from torch.utils.data import DataLoader
 
-from rmd_plugin import RMD
+from rmd_plugin import RMD, MultiLayer
 from rmd_plugin.encoding.isolation import isolated_rng, visiting
 from rmd_plugin.monitor.callback import OODMonitor
 
@@ -102,6 +103,13 @@ def classes():
     return {"rmd": RMD, "vim": ViM, "odin": ODIN, "gradnorm": GradNorm, "mcd": MCD}
 
 
+def layers():
+    return {
+        "auto": MultiLayer(RMD(shrinkage=0.1)),
+        "named": partial(MultiLayer, detector=RMD(shrinkage=0.1), layers="model.*"),
+    }
+
+
 def shuffled():
     return DataLoader(Augmented(), 16, shuffle=True)
 
@@ -124,6 +132,9 @@ CASES = {
     ),
     "bf16": (detectors, {}, shuffled, {"precision": "bf16-mixed"}),
     "no validation": (detectors, {}, shuffled, {"limit_val_batches": 0}),
+    "layers": (layers, {}, shuffled, {"num_sanity_val_steps": 2}),
+    "layers of a stream": (layers, {"refit": "stream"}, shuffled, {}),
+    "layers in bf16": (layers, {"refit": "stream"}, shuffled, {"precision": "bf16-mixed"}),
     "figures": (detectors, {"figures_dir": "figures"}, shuffled, {}),
 }
 
