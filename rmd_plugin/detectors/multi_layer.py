@@ -163,13 +163,13 @@ class MultiLayer(Detector):
                 continue
             metric = SampledClassMoments(moments.num_classes, moments.num_features, sync_on_compute=False)
             metric.update(rows, labels)
-            left = whole - self._plain(metric.compute())
-            known = left.counts[labels] > 0  # of other classes nothing is known without these samples
-            if bool(known.any()) and left.num_samples > int((left.counts > 0).sum()):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", NumericalWarning)  # the fit on all samples has told
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NumericalWarning)  # the fit on all samples has told
+                left = whole - self._plain(metric.compute())
+                known = left.counts[labels] > 0  # of other classes nothing is known without these samples
+                if bool(known.any()) and left.num_samples > int((left.counts > 0).sum()):
                     part = copy.deepcopy(self.detector).fit_moments(left)
-                found.append(part.predict_features(rows[known].double()))
+                    found.append(part.predict_features(rows[known].double()))
         return torch.cat(found).double().sort().values if found else torch.zeros(0, dtype=torch.float64)
 
     def _plain(self, moments: Moments) -> Moments:

@@ -222,3 +222,10 @@ def test_a_state_is_loaded_by_what_has_other_layers_which_a_later_fit_takes(data
     assert (detector.layers, list(detector.detectors)) == ("layer*", list(train))
     assert isinstance(detector.detector, Mahalanobis)
     assert load_detector(state).layers == list(train)
+
+
+def test_samples_that_are_left_out_cause_no_warning_of_their_own():
+    z = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    z[1:, 0] = 0.0  # without the first sample this feature is constant
+    detector = MultiLayer(RMD(shrinkage="oas")).fit_layers({"a": z}, torch.arange(40) % 2)  # warnings are errors
+    assert torch.isfinite(detector.predict_layers({"a": z + 1})).all()
