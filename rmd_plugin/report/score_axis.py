@@ -44,7 +44,7 @@ class ScoreAxis:
             # as many digits as tell a tick from the next one
             gap = float(np.abs(np.delete(scores, number) - score).min())
             digits = -math.floor(math.log10(gap / 2))
-            value = round(float(score), digits)
+            value = round(float(score), digits) + 0.0  # no minus before zero
             texts[f"{value:.{max(digits, 0)}f}".replace("-", "−")] = value
         return [float(self.place(value)) for value in texts.values()], list(texts)
 
