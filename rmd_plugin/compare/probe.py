@@ -1,4 +1,4 @@
-"""A linear head for an encoder that has none: multinomial logistic regression on its features."""
+"""A linear head for an encoder that has none: logistic regression on its features, or what their moments tell."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
 from rmd_plugin.detectors.functional import NumericalWarning
+from rmd_plugin.detectors.gaussian import fit_coordinates
+from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.encoding.features import check_features, check_labels
 
 #: problems of up to so many samples x features x classes are solved in float64, larger ones in float32
@@ -64,6 +66,25 @@ def fit_linear_probe(
         # back to the features as they come: W s (z - m) + b
         head.weight.copy_(weight * scale)
         head.bias.copy_(bias - (weight * scale) @ mean)
+    return head.requires_grad_(False).eval()
+
+
+def linear_discriminant(moments: Moments) -> nn.Linear:
+    """The classifier of Gaussian classes of one covariance, shrunk by OAS where samples are few; needs no sample.
+
+    Args:
+        moments: of features as they come, with samples of all K classes. Of diagonal ones it is naive Bayes.
+
+    Returns:
+        A ``nn.Linear`` from D features to K logits, without gradients, in float32.
+    """
+    found = fit_coordinates(moments, shrinkage="auto")
+    points, projection = found["points"], found["projection"]
+    weight = points * projection if moments.diagonal else points @ projection.T
+    head = skip_init(nn.Linear, moments.num_features, moments.num_classes, device=moments.device)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.copy_(found["shares"].log() - points.square().sum(1) / 2 - weight @ found["shift"])
     return head.requires_grad_(False).eval()
 
 

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def check_engine(engine: str, workers: int | None) -> None:
-    """Refuse an engine that there is not."""
+    """Refuse an engine that there is not, or that is not installed."""
     if engine not in ENGINES:
         raise ValueError(
             f"engine must be {' or '.join(map(repr, ENGINES))}, got {engine!r}. Other engines map table_state over the "
@@ -32,6 +32,8 @@ def check_engine(engine: str, workers: int | None) -> None:
         )
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, or None for all processors, got {workers}.")
+    if engine == "ray":
+        require("ray", "ray", needed_by="engine=ray")
 
 
 def map_files(
