@@ -19,7 +19,7 @@ from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.detectors.updating import UpdatingDetector
 from rmd_plugin.table.engines import check_engine, reduce_files
 from rmd_plugin.table.places import Paths, TableFile, exists, join, list_files, opened, replacing
-from rmd_plugin.table.reading import Columns, check_files, read_batches
+from rmd_plugin.table.reading import Columns, check_files, read_features
 from rmd_plugin.untrusted import DataFormatError
 
 log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class _StateOf:
 def _collect(metric: ClassMoments, file: TableFile, columns: Columns, width: int | None) -> Moments | None:
     metric = copy.deepcopy(metric)  # the empty one serves the next file
     start = 0
-    for features, labels in read_batches(file, columns, width):
+    for features, labels in read_features(file, columns, width):
         try:
             metric.update(features, cast(Tensor, labels))
         except (TypeError, ValueError) as error:

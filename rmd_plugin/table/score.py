@@ -17,7 +17,7 @@ from rmd_plugin.detectors.calibrated import Calibrated, bare
 from rmd_plugin.table.engines import check_engine, map_files
 from rmd_plugin.table.fit import OnBad, check_on_bad, note, refuse
 from rmd_plugin.table.places import ENDINGS, Paths, TableFile, exists, join, list_files, opened, replacing
-from rmd_plugin.table.reading import Columns, check_files, read_batches
+from rmd_plugin.table.reading import Columns, check_files, read_features
 from rmd_plugin.untrusted import DataFormatError
 
 #: in the metadata of a file of scores: what it was made of
@@ -132,7 +132,7 @@ class _ScoresOf:
             fields += [("p_value", pa.float32()), ("is_ood", pa.bool_())]
         schema = pa.schema(fields, metadata={_MADE_OF: made_of})
         with replacing(target) as stream, pq.ParquetWriter(stream, schema) as writer:
-            for features, _ in read_batches(file, self.columns, self.width):
+            for features, _ in read_features(file, self.columns, self.width):
                 if isinstance(detector, Calibrated):
                     scores, _, p_values, decisions = detector.judge(features)
                     arrays = [scores.float(), p_values.float(), decisions]
