@@ -41,7 +41,8 @@ def map_files(
 ) -> Iterable[str]:
     """What a function gives for each item, a text, in their order."""
     if engine == "ray":
-        return _ray_map(function, items, workers)
+        results: list[str] = _ray_get(_ray_tasks(function, items))
+        return results
     return _local_map(function, items, workers)
 
 
@@ -54,7 +55,9 @@ def reduce_files(
 ) -> Result:
     """The sum of what a function gives for each item, by the same tree on every engine."""
     if engine == "ray":
-        return _ray_reduce(function, add, items)
+        merge = require("ray", "ray", needed_by="engine=ray").remote(add).remote
+        total: Result = _ray_get(tree_sum(_ray_tasks(function, items), merge))
+        return total
     return tree_sum(_local_map(function, items, workers), add)
 
 
@@ -103,55 +106,27 @@ def _local_map(function: Callable[[Item], Result], items: Sequence[Item], worker
 # -- Ray --------------------------------------------------------------------------------------------------------------
 
 
-class _Actor:
-    """Holds the function, with what it has loaded, for all files that come to its process."""
+def _ray_tasks(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Any]:
+    """A task for each item: not actors, whose processes would start and import anew at every call."""
+    ray = require("ray", "ray", needed_by="engine=ray")
+    if not ray.is_initialized():
+        ray.init()  # the cluster that RAY_ADDRESS names, or one on this machine
+    shared = ray.put(function)  # once for all tasks: it may hold a detector
+    work = ray.remote(_call)
+    return [work.remote(shared, item) for item in items]
 
-    def __init__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> None:
-        self.function, self.items = function, items
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {"id": batch["id"], "result": [self.function(self.items[number]) for number in batch["id"]]}
+def _call(function: Callable[[Item], Result], item: Item) -> Result:
+    return function(item)
 
 
-def _ray_reduce(
-    function: Callable[[Item], Result], add: Callable[[Result, Result], Result], items: Sequence[Item]
-) -> Result:
-    ray = _start_ray()
-
-    @ray.remote
-    def work(item: Item) -> Result:
-        return function(item)
-
-    @ray.remote
-    def merge(first: Result, second: Result) -> Result:
-        return add(first, second)
-
+def _ray_get(tasks: Any) -> Any:
+    """Results of tasks; our own error as it was, which one task may have passed on to the next."""
+    ray = require("ray", "ray", needed_by="engine=ray")
     try:
-        found: Result = ray.get(tree_sum(map(work.remote, items), merge.remote))
+        return ray.get(tasks)
     except ray.exceptions.RayTaskError as error:
-        # our own error, which one task has passed on to the next
         cause: BaseException = error
         while isinstance(cause, ray.exceptions.RayTaskError):
             cause = cause.cause
         raise (cause if isinstance(cause, DataFormatError) else error) from None
-    return found
-
-
-def _ray_map(function: Callable[[Item], str], items: Sequence[Item], workers: int | None) -> list[str]:
-    ray = _start_ray()
-    data = require("ray.data", "ray", needed_by="engine=ray")
-    count = min(workers or max(1, int(ray.cluster_resources().get("CPU", 1))), len(items))
-    # not data.range: its tasks would wait for ever on processors that the actors hold
-    numbers = data.from_items([{"id": number} for number in range(len(items))], override_num_blocks=len(items))
-    rows = numbers.map_batches(
-        _Actor, fn_constructor_args=(function, items), batch_size=1, compute=data.ActorPoolStrategy(size=count)
-    ).take_all()
-    return [row["result"] for row in sorted(rows, key=lambda row: row["id"])]
-
-
-def _start_ray() -> Any:
-    """Ray, with the cluster that the user has started or that RAY_ADDRESS names; else one on this machine."""
-    ray = require("ray", "ray", needed_by="engine=ray")
-    if not ray.is_initialized():
-        ray.init()
-    return ray

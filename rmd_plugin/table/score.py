@@ -46,8 +46,8 @@ def score_table(
         paths: a file, a folder (with all below it), or several, as :func:`rmd_plugin.fit_table` takes them.
         out: folder of the scores, local or of an object store, which all workers must see.
         features: name of the column of features, lists of D floats.
-        engine: ``"local"``, processes on this machine, or ``"ray"``, actors of the Ray cluster that is connected.
-        workers: processes or actors; by default one per processor. With 1 the local engine works in this process.
+        engine: ``"local"``, processes on this machine, or ``"ray"``, tasks of the Ray cluster that is connected.
+        workers: processes of the local engine; by default one per processor. With 1 all is done in this process.
         on_bad: what to do with a file that cannot be read: ``"raise"``, or ``"skip"`` it with a warning in the log. A
             row with NaN or infinite features has the score NaN.
 
@@ -108,7 +108,7 @@ class _ScoresOf:
         try:
             self._write(file, target, made_of)
         except DataFormatError as error:
-            return error.reason  # not raised: Ray Data would show it as an error of its own
+            return error.reason  # not raised: the other files go on
         return ""
 
     def target(self, file: TableFile) -> str:
