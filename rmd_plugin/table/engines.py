@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from joblib import Parallel, delayed  # type: ignore[import-untyped]
@@ -85,12 +88,13 @@ def tree_sum(parts: Iterable[Result], add: Callable[[Result, Result], Result]) -
 
 def _local_map(function: Callable[[Item], Result], items: Sequence[Item], workers: int | None) -> Iterator[Result]:
     count = min(workers or os.cpu_count() or 1, len(items))
+    work = function if count == 1 else partial(_in_worker, function)
     done = kills = 0
     while done < len(items):
         # in order, and no more than a few results wait in memory for the one before them
         pool = Parallel(n_jobs=count, return_as="generator", pre_dispatch="2*n_jobs", batch_size=1, max_nbytes=None)
         try:
-            for result in pool(delayed(function)(item) for item in items[done:]):
+            for result in pool(delayed(work)(item) for item in items[done:]):
                 done, kills = done + 1, 0
                 yield result
         except TerminatedWorkerError:
@@ -101,6 +105,18 @@ def _local_map(function: Callable[[Item], Result], items: Sequence[Item], worker
                     "Was there enough memory? Fewer workers need less: workers=."
                 ) from None
             log.warning("a worker process was killed: going on at file %d of %d", done + 1, len(items))
+
+
+def _in_worker(function: Callable[[Item], Result], item: Item) -> Result:
+    _freeze_imports()
+    return function(item)
+
+
+@lru_cache(maxsize=1)
+def _freeze_imports() -> None:
+    """Keep the objects of all imports out of the collection of garbage, which joblib asks for every second."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else libraries count what is left at the end as leaks, and say so
 
 
 # -- Ray --------------------------------------------------------------------------------------------------------------
