@@ -14,6 +14,7 @@ from pytorch_ood.api import Detector, RequiresFittingException
 
 from rmd_plugin.detectors.base import StatefulDetector, load_detector
 from rmd_plugin.detectors.calibrated import Calibrated, bare
+from rmd_plugin.detectors.files import content_digest
 from rmd_plugin.table.engines import check_engine, map_files
 from rmd_plugin.table.fit import OnBad, check_on_bad, note, refuse
 from rmd_plugin.table.places import ENDINGS, Paths, TableFile, exists, join, list_files, opened, replacing
@@ -122,7 +123,7 @@ class _ScoresOf:
             raise ValueError(f"{target} is there and was not written by score_table. Choose another folder as out.")
 
     def _made_of(self, file: TableFile) -> bytes:
-        content = repr((file.path, file.version, self.columns, xxhash.xxh3_128_hexdigest(self.detector)))
+        content = repr((file.path, file.version, self.columns, content_digest(self.detector)))
         return xxhash.xxh3_128_hexdigest(content.encode()).encode()
 
     def _write(self, file: TableFile, target: str, made_of: bytes) -> None:

@@ -66,4 +66,5 @@ def test_tables_and_scores_may_lie_in_an_object_store(tmp_path, guard, capsys):
     assert "Written to memory://bucket/scores" in capsys.readouterr().out
     with store.open("/bucket/scores/a.parquet") as file:
         assert pq.read_table(file).num_rows == 10
+    store.rm("/bucket", recursive=True)
     assert not (tmp_path / "memory:").exists()
