@@ -1,4 +1,4 @@
-"""Columns of Parquet and Arrow files as numpy arrays: which hold the features, and what is wrong with a row."""
+"""Columns of Parquet and Arrow files: their batches, which hold the features, and what is wrong with a row."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 PARQUET, ARROW = (".parquet",), (".arrow", ".feather")
 #: of a packed table after unpacking
 _MAX_BYTES = 1 << 42
+#: of a file that are read at once: requests to an object store are slow, and many files are read at a time
+_READ_BYTES = 4 << 20
 _STRING_VIEW = pa.string_view().id if hasattr(pa, "string_view") else -1  # younger than our lowest version
 
 
@@ -107,8 +109,14 @@ def _reader(file: Path) -> Iterator[tuple[Any, pa.Buffer]]:
     """A reader of an IPC file or stream, and the mapped file that it reads."""
     with pa.memory_map(os.fspath(file)) as mapped:
         content = mapped.read_buffer()
-        is_file = content.size > 8 and content.slice(0, 6).to_pybytes() == b"ARROW1"
-        yield (pa.ipc.open_file if is_file else pa.ipc.open_stream)(pa.BufferReader(content)), content
+        yield ipc_reader(pa.BufferReader(content)), content
+
+
+def ipc_reader(stream: pa.NativeFile) -> Any:
+    """A reader of what an opened file holds, an IPC file or an IPC stream."""
+    is_file = stream.read(6) == b"ARROW1"
+    stream.seek(0)
+    return (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream)
 
 
 def _ipc_batches(reader: Any) -> Iterator[pa.RecordBatch]:
@@ -121,6 +129,19 @@ def _picked(batch: pa.RecordBatch, names: list[str]) -> pa.RecordBatch:
     part = pa.RecordBatch.from_arrays([batch.column(batch.schema.get_field_index(name)) for name in names], names)
     part.validate(full=True)  # offsets that lead out of the file would be followed
     return part
+
+
+def read_batches(stream: pa.NativeFile, names: list[str], rows: int, *, parquet: bool) -> Iterator[pa.RecordBatch]:
+    """Columns of an opened Parquet or IPC file, at most so many rows at once, and at least one."""
+    with contextlib.ExitStack() as stack:
+        if parquet:
+            # page by page: a row group may be as large as the file
+            file = stack.enter_context(pq.ParquetFile(stream, pre_buffer=False, buffer_size=_READ_BYTES))
+            batches = file.iter_batches(rows, columns=names, use_threads=False)
+        else:
+            batches = (_picked(batch, names) for batch in _ipc_batches(ipc_reader(stream)))
+        for batch in batches:
+            yield from (batch.slice(place, rows) for place in range(0, len(batch), rows))
 
 
 def read_rows(file: Path, columns: Columns, rows: int) -> Iterator[Rows]:
@@ -136,13 +157,13 @@ def read_rows(file: Path, columns: Columns, rows: int) -> Iterator[Rows]:
             what = "is not there" if found is None else f"is {found}"
             raise DataFormatError(file, f"column {name!r} {what}; in the first file of the table it is {expected}")
     start, numbers, width = 0, 0, None
-    for batch in _batches(file, columns.names, rows):
-        for place in range(0, len(batch), rows):
-            part = batch.slice(place, rows)
+    parquet = file.suffix.lower() in PARQUET
+    with (pa.OSFile if parquet else pa.memory_map)(os.fspath(file)) as stream:
+        for part in read_batches(stream, columns.names, rows, parquet=parquet):
             features = read_matrix(file, start, part, columns, width)
             width = features.shape[1]
             numbers += features.size
-            if file.suffix.lower() in PARQUET:  # a few bytes of it may stand for any number of rows
+            if parquet:  # a few bytes of it may stand for any number of rows
                 check_size(file, 4 * numbers, _MAX_BYTES, packed=os.path.getsize(file))
             yield Rows(
                 features,
@@ -150,17 +171,6 @@ def read_rows(file: Path, columns: Columns, rows: int) -> Iterator[Rows]:
                 None if columns.split is None else _texts(file, start, part, columns.split),
             )
             start += len(part)
-
-
-def _batches(file: Path, names: list[str], rows: int) -> Iterator[pa.RecordBatch]:
-    if file.suffix.lower() in PARQUET:
-        # page by page: a row group may be as large as the file
-        with pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as opened:
-            yield from opened.iter_batches(rows, columns=names, use_threads=False)
-        return
-    with _reader(file) as (reader, _):
-        for batch in _ipc_batches(reader):
-            yield _picked(batch, names)
 
 
 def find_lists(file: Path, columns: Columns) -> tuple[np.dtype[Any], list[tuple[int, int]]] | None:
@@ -187,23 +197,32 @@ def find_lists(file: Path, columns: Columns) -> tuple[np.dtype[Any], list[tuple[
     return dtype, found
 
 
-def _no_nulls(file: Path, start: int, column: pa.Array, name: str) -> None:
+def no_nulls(file: str | Path, start: int, column: pa.Array, name: str, remedy: str = "") -> None:
+    """Refuse a column in which a value is missing, with its row."""
     if column.null_count:
-        row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
-        raise DataFormatError(file, f"row {start + row}, column {name!r} is missing")
+        row = start + column.is_null().index(True).as_py()
+        raise DataFormatError(file, f"row {row}, column {name!r} is missing{remedy}")
 
 
 def read_matrix(file: Path, start: int, batch: pa.RecordBatch, columns: Columns, width: int | None) -> np.ndarray:
     """Features of a batch, shape (B, D), in the type of the file; D is that of the rows before, if there are any."""
-    arrays = []
-    for name in columns.features:
-        column = batch.column(name)
-        column = getattr(column, "storage", column)
-        _no_nulls(file, start, column, name)
-        arrays.append(column)
-    if not is_list(arrays[0].type):
+    if not is_list(batch.column(columns.features[0]).type):
+        arrays = [batch.column(name) for name in columns.features]
+        for column, name in zip(arrays, columns.features, strict=True):
+            no_nulls(file, start, column, name)
         return np.column_stack([column.to_numpy(zero_copy_only=False) for column in arrays])
-    (column,), (name,) = arrays, columns.features
+    values, width = list_numbers(file, start, batch, columns.features[0], width)
+    numbers: np.ndarray = values.to_numpy(zero_copy_only=False).reshape(len(batch), width)
+    return numbers
+
+
+def list_numbers(
+    file: str | Path, start: int, batch: pa.RecordBatch, name: str, width: int | None
+) -> tuple[pa.Array, int]:
+    """The numbers of a column of lists one after the other, without a copy, and how many a row has, all the same."""
+    column = batch.column(name)
+    column = getattr(column, "storage", column)  # of tensors, an extension of lists
+    no_nulls(file, start, column, name)
     lengths = np.full(len(column), column.type.list_size) if pa.types.is_fixed_size_list(column.type) else None
     if lengths is None:
         lengths = column.value_lengths().to_numpy(zero_copy_only=False)
@@ -214,10 +233,9 @@ def read_matrix(file: Path, start: int, batch: pa.RecordBatch, columns: Columns,
         raise DataFormatError(file, f"{found}; the rows before have {width}" if width else found)
     values = column.flatten()
     if values.null_count:
-        place = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+        place = values.is_null().index(True).as_py()
         raise DataFormatError(file, f"row {start + place // width}, column {name!r}: number {place % width} is missing")
-    numbers: np.ndarray = values.to_numpy(zero_copy_only=False).reshape(len(column), width)
-    return numbers
+    return values, width
 
 
 def _labels(file: Path, start: int, batch: pa.RecordBatch, name: str) -> np.ndarray:
@@ -248,7 +266,7 @@ def _texts(file: Path, start: int, batch: pa.RecordBatch, name: str) -> np.ndarr
         column = column.dictionary_decode()
     if not _is_text(column.type):
         raise DataFormatError(file, f"column {name!r} is {column.type}; texts are expected")
-    _no_nulls(file, start, column, name)
+    no_nulls(file, start, column, name)
     return as_objects(column.to_pylist())
 
 

@@ -181,7 +181,7 @@ class Table:
 
 
 @contextlib.contextmanager
-def naming(file: Path) -> Iterator[None]:
+def naming(file: str | Path) -> Iterator[None]:
     """Errors of the libraries about the content of a file as ours, with its name."""
     try:
         yield

@@ -1,13 +1,12 @@
 """Fitting and scoring a table in files, beside reading the same files and the least arithmetic that could do.
 
-    python speed/table.py             2,000,000 x 256, K=100, 16 files, on processes with one thread each
-    python speed/table.py --ray       the same with Ray beside
+    python speed/table.py             2,000,000 x 256, K=100, 16 files, on processes with one thread each, local and
+                                      with Ray; memory of a worker at D=768 (Linux); speed/update.py
     python speed/table.py --growth growth.png       cost as N, D and K grow, drawn, with the exponents
-    python speed/table.py --memory    memory of one worker at D=768 for two numbers of rows (Linux)
 
 The sides of a ratio take turns in one run and the best of several counts, so both meet the same load of the machine;
 on a busy one the processor time of one worker is nearer to the truth.
-Processes are started once before: what starting one costs is shown apart.
+Processes are started once before: what starting them costs is shown apart.
 """
 
 import os
@@ -21,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
-from rmd_plugin import RMD, fit_table, score_table
+from rmd_plugin import RMD, FusedRMD, fit_table, score_table
 
 BATCH = 4096
 
@@ -90,17 +90,17 @@ def take_turns(first: Callable[[], object], second: Callable[[], object], rounds
     return best
 
 
-def ratios(folder: Path, width: int, classes: int, rounds: int, *, ray: bool) -> None:
+def ratios(folder: Path, width: int, classes: int, rounds: int) -> None:
     out, layer = folder.parent / "scores", nn.Linear(width, classes).requires_grad_(False)
     start = time.perf_counter()
     detector = fit_table(RMD(), folder, workers=2)
-    print(f"first fit, with the start of two processes: {time.perf_counter() - start:.1f} s\n")
 
     def score(**options) -> None:
         shutil.rmtree(out, ignore_errors=True)
         score_table(detector, folder, out, **options)
 
     score(workers=2)
+    print(f"first fit and score, with the start of two processes: {time.perf_counter() - start:.1f} s\n")
     pairs = [
         ("fit, 1 worker vs reading and a float64 product per batch", lambda: fit_table(RMD(), folder, workers=1),
          lambda: gemm(folder, width)),
@@ -110,16 +110,17 @@ def ratios(folder: Path, width: int, classes: int, rounds: int, *, ray: bool) ->
          lambda: fit_table(RMD(), folder, workers=2)),
         ("score, 1 worker vs 2", lambda: score(workers=1), lambda: score(workers=2)),
     ]  # fmt: skip
-    if ray:
-        import ray as cluster
+    if find_spec("ray") is not None:
+        import ray
 
-        cluster.init(num_cpus=2, object_store_memory=500 << 20, include_dashboard=False, log_to_driver=False)
+        ray.init(num_cpus=2, object_store_memory=500 << 20, include_dashboard=False, log_to_driver=False)
         start = time.perf_counter()
         fit_table(RMD(), folder, engine="ray")
-        print(f"first fit with Ray, with the start of its processes: {time.perf_counter() - start:.1f} s\n")
+        score(engine="ray")
+        print(f"first fit and score with Ray, with the start of its processes: {time.perf_counter() - start:.1f} s\n")
         pairs.append(("fit, Ray vs local, 2 workers each", lambda: fit_table(RMD(), folder, engine="ray"),
                       lambda: fit_table(RMD(), folder, workers=2)))  # fmt: skip
-        pairs.append(("score, Ray vs local, 2 workers each", lambda: score(engine="ray", workers=2),
+        pairs.append(("score, Ray vs local, 2 workers each", lambda: score(engine="ray"),
                       lambda: score(workers=2)))  # fmt: skip
     print("| what | seconds | ratio | of processor time |\n|---|---|---|---|")
     for name, first, second in pairs:
@@ -127,6 +128,8 @@ def ratios(folder: Path, width: int, classes: int, rounds: int, *, ray: bool) ->
         # of the work in this process alone: the time of workers is not seen here
         ratio = f"{used / other:.2f}" if "2" not in name else ""
         print(f"| {name} | {a:.2f} vs {b:.2f} | {a / b:.2f} | {ratio} |", flush=True)
+    if find_spec("ray") is not None:
+        ray.shutdown()
 
 
 def growth(picture: str, rounds: int) -> None:
@@ -164,29 +167,40 @@ def growth(picture: str, rounds: int) -> None:
     figure.savefig(picture, dpi=110)
 
 
-def memory(rows: int) -> str:
-    """Peak memory of a fit and of a score in a fresh process: above what the imports take, and in all."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = write_table(Path(scratch) / "table", rows, 768, 1000, 2)
-        code = f"""
-import re, torch
-from rmd_plugin import RMD, FusedRMD, fit_table, score_table
+#: what a worker does, in a process of its own
+WORKER = """
+import re, sys, torch
 
 def status(name):
     return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read()).group(1)) / 1024
 
 torch.randn(1000, 512) @ torch.randn(512, 512)
-for kind in (RMD, FusedRMD):
-    open("/proc/self/clear_refs", "w").write("5")  # resets the peak to what is in use now
-    before = status("VmRSS")
-    detector = fit_table(kind(), {str(folder)!r}, workers=1)
-    print(f"{{kind.__name__}} fit {{status('VmHWM') - before:.0f}} MB above {{before:.0f}} MB;", end=" ")
-open("/proc/self/clear_refs", "w").write("5")
+alone = status("VmRSS")
+from rmd_plugin import RMD, FusedRMD, load_detector, score_table, table_state
+what, kind, folder, *files = sys.argv[1:]
+open("/proc/self/clear_refs", "w").write("5")  # resets the peak to what is in use now
 before = status("VmRSS")
-score_table(detector, {str(folder)!r}, {str(folder / "_out")!r}, workers=1)
-print(f"score {{status('VmHWM') - before:.0f}} MB above {{before:.0f}} MB")
+if what == "score":
+    score_table(load_detector(folder + "/_detector"), files, folder + "/_out", workers=1)
+else:
+    for file in files:
+        table_state({"RMD": RMD, "FusedRMD": FusedRMD}[kind](), file)
+peak = status("VmHWM")
+print(f"{peak:.0f} | {peak - alone:.0f} | {peak - before:.0f} |")
 """
-        return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def memory(rows: int) -> None:
+    """Peak memory of what a worker does, in a fresh process: in all, and above what ``import torch`` takes alone."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_table(Path(scratch) / "table", rows, 768, 1000, 2)
+        files = [str(path) for path in sorted(folder.iterdir())]
+        for kind in (RMD, FusedRMD):
+            fit_table(kind(), files, workers=1).save(folder / "_detector")
+            for what in ("fit", "score"):
+                print(f"| {what}, {kind.__name__} | {rows:,} | ", end="", flush=True)
+                words = [sys.executable, "-c", WORKER, what, kind.__name__, str(folder), *files]
+                subprocess.run(words, check=True)
 
 
 def main() -> None:
@@ -196,19 +210,20 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=100)
     parser.add_argument("--files", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3, help="how often the sides take turns")
-    parser.add_argument("--ray", action="store_true")
     parser.add_argument("--growth", metavar="PICTURE")
-    parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
     if options.growth:
         growth(options.growth, options.rounds)
-    elif options.memory:
-        for rows in (50_000, 200_000):
-            print(f"{rows:,} x 768, K=1000: {memory(rows)}", flush=True)
-    else:
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = write_table(Path(scratch) / "table", options.rows, options.width, options.classes, options.files)
-            ratios(folder, options.width, options.classes, options.rounds, ray=options.ray)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_table(Path(scratch) / "table", options.rows, options.width, options.classes, options.files)
+        ratios(folder, options.width, options.classes, options.rounds)
+    print("\n| a worker at D=768, K=1000 | rows | MB in all | above import torch | above all imports |")
+    print("|---|---|---|---|---|", flush=True)
+    for rows in (50_000, 200_000):
+        memory(rows)
+    print(flush=True)
+    subprocess.run([sys.executable, str(Path(__file__).with_name("update.py"))], check=True)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,16 @@
 
     python speed/update.py            RMD on 1,000,000 x 512, K=100, 1,000 rows to add, on one thread (about 3 minutes)
 
-The two sides take turns in one run and the best of several counts (of an update five a turn), in CPU time, to which
-other jobs on the machine add little. The refit streams over one block of float32 features again and again, so that 2 GB
-of them need not fit into memory: reading them from a disk would come on top.
+The two sides take turns in one run and the best of several counts (of an update five a turn), in wall time and in CPU
+time, to which other jobs on the machine add little. The refit streams over one block of float32 features again and
+again, so that 2 GB of them need not fit into memory: reading them from a disk would come on top.
 """
 
 import argparse
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from gaussian import features
 
@@ -19,14 +20,14 @@ from rmd_plugin import RMD
 BLOCK = 50_000
 
 
-def seconds(action: Callable[[], object], times: int) -> float:
-    """Least CPU time of several runs."""
+def seconds(action: Callable[[], object], times: int) -> np.ndarray:
+    """Least wall time and least CPU time of several runs."""
     found = []
     for _ in range(times):
-        start = time.process_time()
+        clock, used = time.perf_counter(), time.process_time()
         action()
-        found.append(time.process_time() - start)
-    return min(found)
+        found.append((time.perf_counter() - clock, time.process_time() - used))
+    return np.min(found, axis=0)
 
 
 def main() -> None:
@@ -70,14 +71,17 @@ def main() -> None:
         detector._fitted_options["num_classes"] = options.classes
         detector.add_class(new)
 
-    print(f"| {options.rows:,} rows vs a refit of {options.samples:,} x {options.width}, K={options.classes} | ratio |")
-    print("|---|---|")
+    refitted = f"{options.samples:,} x {options.width}, K={options.classes}"
+    print(f"| {options.rows:,} rows vs a refit of {refitted} | wall | CPU |")
+    print("|---|---|---|")
     for name, action in (("update", update), ("forget", forget), ("add_class", add_class)):
         turns = [(seconds(action, 5), seconds(refit, 1)) for _ in range(options.rounds)]
-        changed, fitted = map(min, zip(*turns, strict=True))
-        print(
-            f"| `{name}`: {changed * 1e3:.1f} ms vs {fitted:.3g} s | **{fitted / changed:.0f}x faster** |", flush=True
-        )
+        changed, fitted = (np.min(side, axis=0) for side in zip(*turns, strict=True))
+        cells = [
+            f"{short * 1e3:.1f} ms vs {long:.3g} s: **{long / short:.0f}x faster**"
+            for short, long in zip(changed, fitted, strict=True)
+        ]
+        print(f"| `{name}` | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rmd_plugin.app.compare import check_required, console_width, untrained_remark
 from rmd_plugin.app.device import choose_device
 from rmd_plugin.app.errors import whole_number
+from rmd_plugin.app.fit_tables import train_moments
 from rmd_plugin.app.parts import (
     check_backbone_takes,
     make_backbone,
@@ -52,7 +53,8 @@ def fit(cfg: DictConfig) -> Guard:
     out = Path(cfg.out)
     check_target(out)
     onnx = _wants_onnx(cfg.onnx)
-    benchmark = make_benchmark(cfg)
+    moments = {} if cfg.engine is None else {"moments": train_moments(cfg, *detectors.values())}
+    benchmark = make_benchmark(cfg, **moments)
     backbone = make_backbone(cfg, benchmark, num_classes=benchmark.num_classes if cfg.head == "own" else None)
     check_backbone_takes(cfg, backbone, benchmark)
     preprocessing = say_preprocessing(cfg, backbone, benchmark)
@@ -125,9 +127,12 @@ def make_guard(extractor: Extractor, result: Comparison, name: str) -> Guard:
     detector.threshold()  # refuses too few calibration samples
     backbone, benchmark = cast(Backbone, extractor.backbone), extractor.benchmark
     if result.classifier is None:
-        raise ValueError("a guard needs a classifier: head=auto, own or linear_probe.")
+        raise ValueError("a guard needs a classifier: head=auto, own, linear_probe or linear_discriminant.")
     backbone.head, backbone.head_loaded = result.classifier, True
     sample = cast(Any, extractor.dataset(TEST))[0][0]
+    sizes = {split: len(extractor.features(split).labels) for split in (TRAIN, VAL, TEST)}
+    if extractor.moments is not None:
+        sizes[TRAIN] = extractor.moments.num_samples
     classes = benchmark.class_names or [str(label) for label in range(benchmark.num_classes)]
     return Guard(
         backbone,
@@ -138,7 +143,7 @@ def make_guard(extractor: Extractor, result: Comparison, name: str) -> Guard:
         about={
             "benchmark": result.rows[0].benchmark,
             "head": result.head,
-            "data": {f"{split} samples": len(extractor.features(split).labels) for split in (TRAIN, VAL, TEST)},
+            "data": {f"{split} samples": size for split, size in sizes.items()},
             "remarks": list(dict.fromkeys(row.reason for row in result.rows if row.detector == name and row.reason)),
             "metrics": _metrics(extractor, result.rows, result.classifier, name, detector.alpha),
         },

@@ -41,14 +41,18 @@ _FROM_SAMPLE: dict[str, Callable[[Tensor], int]] = {
 }
 
 
-def make_benchmark(cfg: DictConfig) -> OODBenchmark:
-    """The benchmark of a config, ours or any of the framework's, its reads encoded as the backbone takes them."""
+def make_benchmark(cfg: DictConfig, **changes: Any) -> OODBenchmark:
+    """The benchmark of a config, ours or any of the framework's, its reads encoded as the backbone takes them.
+
+    ``changes`` are options that no config can hold.
+    """
     node = cfg.benchmark
     wanted = getattr(get_class(cfg.backbone._target_), "encoding", None)
     if wanted is not None and "encoding" in node:
         node = OmegaConf.merge(node, {"encoding": wanted})
     try:
-        return as_benchmark(build(node), seed=cfg.seed)
+        made = build(node, _partial_=True)(**changes) if changes else build(node)  # Hydra would read into the objects
+        return as_benchmark(made, seed=cfg.seed)
     except TypeError as error:
         raise ValueError(f"benchmark={cfg.names.benchmark}: {error}") from error
 

@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _score(guard_path: str, places: Sequence[str], options: Mapping[str, str], *, fail_on_ood: bool) -> int:
     settings = _read_options(options)
-    out = Path(options.get("out") or time.strftime("outputs/score/%Y-%m-%d_%H-%M-%S"))
+    place = options.get("out") or time.strftime("outputs/score/%Y-%m-%d_%H-%M-%S")
+    out = Path(place)
 
     from rmd_plugin.app.device import choose_device
     from rmd_plugin.guard.guard import Guard
@@ -72,7 +73,7 @@ def _score(guard_path: str, places: Sequence[str], options: Mapping[str, str], *
         flagged = score_tables(
             Guard.load(guard_path),
             places,
-            out,
+            place,
             options,
             alpha=settings["alpha"],
             workers=settings.get("num_workers", 0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -19,7 +18,7 @@ _OPTIONS = ("out", "engine", "features", "num_workers", "alpha")
 
 
 def score_tables(
-    guard: Guard, places: Sequence[str], out: Path, options: Mapping[str, str], *, alpha: float | None, workers: int
+    guard: Guard, places: Sequence[str], out: str, options: Mapping[str, str], *, alpha: float | None, workers: int
 ) -> int:
     """Score tables with the detector of a guard, print what was flagged, and return how many rows that is.
 

@@ -12,11 +12,12 @@ from typing import IO, Any
 import numpy as np
 from tqdm.auto import tqdm
 
+from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.tables import ENDINGS, Batch, Layout, Piece, Table
 
 from .errors import DataFormatError
 from .own import OOD, TRAIN, OwnData, Rows, find_path, rows_by_split, split_files
-from .sources import MappedRows
+from .sources import MappedRows, TensorRows
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -37,6 +38,8 @@ class Embeddings(OwnData):
         features: column or array of the features; None takes the only column of lists, or else all columns of floats.
         labels: column or array of the labels, whole numbers or texts; OOD rows need none.
         split: column or array of the splits.
+        moments: those of the rows of ``train``, if they were read elsewhere (see :func:`rmd_plugin.fit_table`): of the
+            tables for each split (2.) that of ``train`` is not read, and the training set are the class means.
 
     The other options are those of :class:`~rmd_plugin.benchmarks.own.OwnData` and
     :class:`~rmd_plugin.benchmarks.base.OODBenchmark`.
@@ -50,16 +53,18 @@ class Embeddings(OwnData):
     features: str | None = "embedding"
     labels: str | None = "label"
     split: str | None = "split"
+    moments: Moments | None = None
     feature_dim: int = field(init=False, default=0)
 
     def read(self) -> Mapping[str, Rows]:
         """Look at all rows, and find or write what can be mapped."""
-        self.path = path = find_path(self.path, self.data_dir, "file or folder of embeddings")
-        files = split_files(path, ENDINGS, folders=True) if path.is_dir() else {}
-        beside = tuple(f".{name}" for name in (self.labels, self.split) if name)
-        files = {key: file for key, file in files.items() if not (file.suffix == ".npy" and key.endswith(beside))}
+        self.path, files = find_tables(self.path, self.data_dir, self.labels, self.split)
+        path, found = self.path, {}
+        if self.moments is not None:
+            means, self.feature_dim = self.moments.means.float().numpy(), self.moments.num_features
+            found[TRAIN] = Rows(TensorRows(means), np.arange(len(means)), files.pop(TRAIN))
         if files:
-            return {key: self._rows(key, *self._scan(file, None)[:2], file) for key, file in files.items()}
+            return found | {key: self._rows(key, *self._scan(file, None)[:2], file) for key, file in files.items()}
         source, labels, splits = self._scan(path, self.split)
         if splits is None and self.split not in (None, "split"):
             raise DataFormatError(path, f"has no column or array {self.split!r} for the splits; split=null needs none")
@@ -114,6 +119,16 @@ class Embeddings(OwnData):
                 self.feature_dim = batch.features.shape[1]
                 bar.update(len(batch.features))
                 yield batch
+
+
+def find_tables(
+    path: str | Path, data_dir: str | Path | None, labels: str | None, split: str | None
+) -> tuple[Path, dict[str, Path]]:
+    """Where embeddings lie, and the table of each split if these have tables of their own."""
+    path = find_path(path, data_dir, "file or folder of embeddings")
+    files = split_files(path, ENDINGS, folders=True) if path.is_dir() else {}
+    beside = tuple(f".{name}" for name in (labels, split) if name)
+    return path, {key: file for key, file in files.items() if not (file.suffix == ".npy" and key.endswith(beside))}
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from rmd_plugin.compare.decisions import decide
 from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor, SplitFeatures
 from rmd_plugin.compare.metrics import compare_scores
 from rmd_plugin.compare.plausibility import doubt_accuracy
-from rmd_plugin.compare.probe import fit_linear_probe, head_logits
+from rmd_plugin.compare.probe import fit_linear_probe, head_logits, linear_discriminant
 from rmd_plugin.compare.rows import (
     ACCURACY,
     AUROC,
@@ -46,7 +46,7 @@ from rmd_plugin.encoding.isolation import evaluating, isolated_rng
 
 log = logging.getLogger(__name__)
 
-HeadChoice = Literal["auto", "own", "linear_probe"]
+HeadChoice = Literal["auto", "own", "linear_probe", "linear_discriminant"]
 
 #: elements that a detector may hold at once for one chunk: rows x classes x features
 _CHUNK_ELEMENTS = 2**27
@@ -93,7 +93,8 @@ def compare(
         backbone: name for the rows.
         seed: for detectors that are random, and for the bootstrap.
         head: the classifier for detectors that need one: ``own`` (of the backbone), ``linear_probe`` (logistic
-            regression on the training features), ``auto`` (its own if it was loaded and fits, else a probe), or None.
+            regression on the training features), ``linear_discriminant`` (of their moments), ``auto`` (its own if it
+            was loaded and fits, else a probe, or the discriminant where there are only moments), or None.
         resamples: of the bootstrap interval of AUROC; 0 for none.
         alpha: share of ID samples that a decision may flag.
         remark: added to the row of the accuracy, for example that the encoder is untrained.
@@ -178,13 +179,16 @@ class _Run:
             origin = "the backbone's own head" + ("" if loaded else ", untrained")
         elif choice in ("own", "auto") and given:
             self.given_logits, origin = True, "logits of the data"
+        elif choice == "linear_discriminant" or (choice == "auto" and self.extractor.moments is not None):
+            self.head = linear_discriminant(self.extractor.train_moments())
+            origin = "linear discriminant of the training moments"
         elif choice in ("auto", "linear_probe"):
             self.head = fit_linear_probe(self.train.features, self.train.labels, self.num_classes)
             origin = "linear probe on the training features"
         elif choice is None:
             origin = "no head"
         else:
-            raise ValueError(f"head must be auto, own, linear_probe or null, got {choice!r}.")
+            raise ValueError(f"head must be auto, own, linear_probe, linear_discriminant or null, got {choice!r}.")
         origin = "; ".join(filter(None, [origin, remark]))
         self.result.head, self.result.classifier = origin, self.head
         test = self.encoded(TEST)
@@ -303,6 +307,8 @@ class _Run:
         if adapter.fitted_on in ON_INPUTS:
             with evaluating(self.extractor.encoder):
                 adapter.fit(self.extractor.loader(adapter.fit_split))
+        elif self.extractor.moments is not None:
+            adapter.fit(self.extractor.moments)
         else:
             adapter.fit(self._with_layers(adapter, adapter.fit_split))
 

@@ -21,6 +21,8 @@ from rmd_plugin.compare.fingerprint import (
     fingerprint,
     hash_items,
 )
+from rmd_plugin.detectors.class_moments import ClassMoments
+from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.encoding.isolation import isolated_rng
 from rmd_plugin.encoding.layer_encoder import LayerEncoder, LayersBeside, Pooling
 from rmd_plugin.encoding.layers import LayerNames
@@ -135,6 +137,19 @@ class Extractor:
     def shifts(self) -> list[str]:
         """Names of the ID sets under a covariate shift, which only some benchmarks have."""
         return list(getattr(self.benchmark, "shifts", ()))
+
+    @property
+    def moments(self) -> Moments | None:
+        """Those of the training data, where a benchmark brings them in place of its samples."""
+        return getattr(self.benchmark, "moments", None)
+
+    def train_moments(self) -> Moments:
+        """Moments of the training data, those that the benchmark brings or of their features."""
+        if self.moments is not None:
+            return self.moments
+        found, metric = self.features(TRAIN), ClassMoments(self.benchmark.num_classes, sync_on_compute=False)
+        metric.update(found.features, found.labels)
+        return metric.compute()
 
     def dataset(self, split: str) -> Dataset[Any]:
         """The data of a split behind the backbone's transform; refuses a name that there is not."""

@@ -1,4 +1,4 @@
-"""A linear head for an encoder that has none: multinomial logistic regression on its features; logits of a head."""
+"""A linear head for an encoder that has none: logistic regression on its features, or from moments; logits of a head."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
 from rmd_plugin.detectors.functional import NumericalWarning
+from rmd_plugin.detectors.gaussian import fit_coordinates
+from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.encoding.features import check_features, check_labels
 
 #: problems of up to so many samples x features x classes are solved in float64, larger ones in float32
@@ -72,6 +74,25 @@ def head_logits(head: nn.Linear, features: Tensor) -> Tensor:
     weight = head.weight.detach().cpu()
     bias = None if head.bias is None else head.bias.detach().cpu()
     return torch.cat([F.linear(z.to(weight.dtype), weight, bias) for z in features.split(65_536)])
+
+
+def linear_discriminant(moments: Moments) -> nn.Linear:
+    """The classifier of Gaussian classes of one covariance, shrunk by OAS where samples are few; needs no sample.
+
+    Args:
+        moments: of features as they come, with samples of all K classes. Of diagonal ones it is naive Bayes.
+
+    Returns:
+        A ``nn.Linear`` from D features to K logits, without gradients, in float32.
+    """
+    found = fit_coordinates(moments, shrinkage="auto")
+    points, projection = found["points"], found["projection"]
+    weight = points * projection if moments.diagonal else points @ projection.T
+    head = skip_init(nn.Linear, moments.num_features, moments.num_classes, device=moments.device)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.copy_(found["shares"].log() - points.square().sum(1) / 2 - weight @ found["shift"])
+    return head.requires_grad_(False).eval()
 
 
 def _minimise(z: Tensor, y: Tensor, classes: int, decay: float, max_iter: int) -> tuple[Tensor, Tensor]:

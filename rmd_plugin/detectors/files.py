@@ -116,6 +116,16 @@ def write_state(file: File, state: Mapping[str, Any]) -> None:
         raise OSError(error.errno, f"{error.strerror}; {remedy}", os.fspath(file)) from None
 
 
+def content_digest(content: bytes) -> str:
+    """Hash of what :func:`write_state` wrote, the same for every writing of one state.
+
+    safetensors writes the entries of its metadata in an order that differs from one writing to the next.
+    """
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8:end]), sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(header.encode() + content[end:])
+
+
 def read_state(file: File, map_location: str | torch.device = "cpu") -> Any:
     """Read what :func:`write_state` or, before, ``torch.save`` wrote, and check that it is whole.
 

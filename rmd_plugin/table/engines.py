@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from joblib import Parallel, delayed  # type: ignore[import-untyped]
@@ -24,7 +27,7 @@ Result = TypeVar("Result")
 
 
 def check_engine(engine: str, workers: int | None) -> None:
-    """Refuse an engine that there is not."""
+    """Refuse an engine that there is not, or that is not installed."""
     if engine not in ENGINES:
         raise ValueError(
             f"engine must be {' or '.join(map(repr, ENGINES))}, got {engine!r}. Other engines map table_state over the "
@@ -32,6 +35,8 @@ def check_engine(engine: str, workers: int | None) -> None:
         )
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, or None for all processors, got {workers}.")
+    if engine == "ray":
+        require("ray", "ray", needed_by="engine=ray")
 
 
 def map_files(
@@ -39,7 +44,8 @@ def map_files(
 ) -> Iterable[str]:
     """What a function gives for each item, a text, in their order."""
     if engine == "ray":
-        return _ray_map(function, items, workers)
+        results: list[str] = _ray_get(_ray_tasks(function, items))
+        return results
     return _local_map(function, items, workers)
 
 
@@ -52,7 +58,9 @@ def reduce_files(
 ) -> Result:
     """The sum of what a function gives for each item, by the same tree on every engine."""
     if engine == "ray":
-        return _ray_reduce(function, add, items)
+        merge = require("ray", "ray", needed_by="engine=ray").remote(add).remote
+        total: Result = _ray_get(tree_sum(_ray_tasks(function, items), merge))
+        return total
     return tree_sum(_local_map(function, items, workers), add)
 
 
@@ -80,12 +88,13 @@ def tree_sum(parts: Iterable[Result], add: Callable[[Result, Result], Result]) -
 
 def _local_map(function: Callable[[Item], Result], items: Sequence[Item], workers: int | None) -> Iterator[Result]:
     count = min(workers or os.cpu_count() or 1, len(items))
+    work = function if count == 1 else partial(_in_worker, function)
     done = kills = 0
     while done < len(items):
         # in order, and no more than a few results wait in memory for the one before them
         pool = Parallel(n_jobs=count, return_as="generator", pre_dispatch="2*n_jobs", batch_size=1, max_nbytes=None)
         try:
-            for result in pool(delayed(function)(item) for item in items[done:]):
+            for result in pool(delayed(work)(item) for item in items[done:]):
                 done, kills = done + 1, 0
                 yield result
         except TerminatedWorkerError:
@@ -98,58 +107,42 @@ def _local_map(function: Callable[[Item], Result], items: Sequence[Item], worker
             log.warning("a worker process was killed: going on at file %d of %d", done + 1, len(items))
 
 
+def _in_worker(function: Callable[[Item], Result], item: Item) -> Result:
+    _freeze_imports()
+    return function(item)
+
+
+@lru_cache(maxsize=1)
+def _freeze_imports() -> None:
+    """Keep the objects of all imports out of the collection of garbage, which joblib asks for every second."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else libraries count what is left at the end as leaks, and say so
+
+
 # -- Ray --------------------------------------------------------------------------------------------------------------
 
 
-class _Actor:
-    """Holds the function, with what it has loaded, for all files that come to its process."""
+def _ray_tasks(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Any]:
+    """A task for each item: not actors, whose processes would start and import anew at every call."""
+    ray = require("ray", "ray", needed_by="engine=ray")
+    if not ray.is_initialized():
+        ray.init()  # the cluster that RAY_ADDRESS names, or one on this machine
+    shared = ray.put(function)  # once for all tasks: it may hold a detector
+    work = ray.remote(_call)
+    return [work.remote(shared, item) for item in items]
 
-    def __init__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> None:
-        self.function, self.items = function, items
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {"id": batch["id"], "result": [self.function(self.items[number]) for number in batch["id"]]}
+def _call(function: Callable[[Item], Result], item: Item) -> Result:
+    return function(item)
 
 
-def _ray_reduce(
-    function: Callable[[Item], Result], add: Callable[[Result, Result], Result], items: Sequence[Item]
-) -> Result:
-    ray = _start_ray()
-
-    @ray.remote
-    def work(item: Item) -> Result:
-        return function(item)
-
-    @ray.remote
-    def merge(first: Result, second: Result) -> Result:
-        return add(first, second)
-
+def _ray_get(tasks: Any) -> Any:
+    """Results of tasks; our own error as it was, which one task may have passed on to the next."""
+    ray = require("ray", "ray", needed_by="engine=ray")
     try:
-        found: Result = ray.get(tree_sum(map(work.remote, items), merge.remote))
+        return ray.get(tasks)
     except ray.exceptions.RayTaskError as error:
-        # our own error, which one task has passed on to the next
         cause: BaseException = error
         while isinstance(cause, ray.exceptions.RayTaskError):
             cause = cause.cause
         raise (cause if isinstance(cause, DataFormatError) else error) from None
-    return found
-
-
-def _ray_map(function: Callable[[Item], str], items: Sequence[Item], workers: int | None) -> list[str]:
-    ray = _start_ray()
-    data = require("ray.data", "ray", needed_by="engine=ray")
-    count = min(workers or max(1, int(ray.cluster_resources().get("CPU", 1))), len(items))
-    # not data.range: its tasks would wait for ever on processors that the actors hold
-    numbers = data.from_items([{"id": number} for number in range(len(items))], override_num_blocks=len(items))
-    rows = numbers.map_batches(
-        _Actor, fn_constructor_args=(function, items), batch_size=1, compute=data.ActorPoolStrategy(size=count)
-    ).take_all()
-    return [row["result"] for row in sorted(rows, key=lambda row: row["id"])]
-
-
-def _start_ray() -> Any:
-    """Ray, with the cluster that the user has started or that RAY_ADDRESS names; else one on this machine."""
-    ray = require("ray", "ray", needed_by="engine=ray")
-    if not ray.is_initialized():
-        ray.init()
-    return ray

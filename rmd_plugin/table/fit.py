@@ -19,7 +19,7 @@ from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.detectors.updating import UpdatingDetector
 from rmd_plugin.table.engines import check_engine, reduce_files
 from rmd_plugin.table.places import Paths, TableFile, exists, join, list_files, opened, replacing
-from rmd_plugin.table.reading import Columns, check_files, read_batches
+from rmd_plugin.table.reading import Columns, check_files, read_features
 from rmd_plugin.untrusted import DataFormatError
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,25 @@ def fit_table(
         ...     fit_table(RMD(), folder, workers=1)
         <RMD() fitted: 2 classes, 4 features>
     """
+    moments = table_moments(
+        detector, paths, features, labels, engine, workers=workers, on_bad=on_bad, state_dir=state_dir
+    )
+    detector.fit_moments(moments)  # type: ignore[attr-defined]  # a Calibrated forwards it
+    return detector
+
+
+def table_moments(
+    detector: Detector,
+    paths: Paths,
+    features: str,
+    labels: str,
+    engine: str,
+    *,
+    workers: int | None = None,
+    on_bad: OnBad = "raise",
+    state_dir: str | None = None,
+) -> Moments:
+    """What a detector is fitted on, of all files; the options and errors are those of :func:`fit_table`."""
     check_engine(engine, workers)
     check_on_bad(on_bad)
     inner, columns = _on_moments(detector), Columns(features, labels)
@@ -86,8 +105,7 @@ def fit_table(
         raise ValueError(
             f"no row of the {len(files)} files has a label >= 0 in column {labels!r}: there is nothing to fit on."
         )
-    detector.fit_moments(found.moments)  # type: ignore[attr-defined]  # a Calibrated forwards it
-    return detector
+    return found.moments
 
 
 def table_state(detector: Detector, path: str, features: str = "embedding", labels: str = "label") -> Moments | None:
@@ -131,14 +149,19 @@ def check_on_bad(on_bad: str) -> None:
         raise ValueError(f"on_bad must be 'raise' or 'skip', got {on_bad!r}.")
 
 
-def _on_moments(detector: Detector) -> UpdatingDetector:
-    inner = bare(detector)
-    if not isinstance(inner, UpdatingDetector):
+def check_on_moments(kind: type) -> None:
+    """Refuse a class of detectors that is not fitted on moments."""
+    if not issubclass(kind, UpdatingDetector):
         raise ValueError(
-            f"{type(inner).__name__} is not fitted on moments, which add up over files. Take RMD, Mahalanobis, "
+            f"{kind.__name__} is not fitted on moments, which add up over files. Take RMD, Mahalanobis, "
             "MarginalMahalanobis, PartialMahalanobis or FusedRMD, or fit on the rows that fit into memory."
         )
-    return inner
+
+
+def _on_moments(detector: Detector) -> UpdatingDetector:
+    inner = bare(detector)
+    check_on_moments(type(inner))
+    return cast(UpdatingDetector, inner)
 
 
 def _empty(detector: UpdatingDetector) -> ClassMoments:
@@ -199,7 +222,7 @@ class _StateOf:
 def _collect(metric: ClassMoments, file: TableFile, columns: Columns, width: int | None) -> Moments | None:
     metric = copy.deepcopy(metric)  # the empty one serves the next file
     start = 0
-    for features, labels in read_batches(file, columns, width):
+    for features, labels in read_features(file, columns, width):
         try:
             metric.update(features, cast(Tensor, labels))
         except (TypeError, ValueError) as error:

@@ -13,7 +13,9 @@ import fsspec  # type: ignore[import-untyped]
 import pyarrow as pa  # type: ignore[import-untyped]
 from pyarrow import fs
 
-ENDINGS = (".parquet", ".arrow", ".feather")
+from rmd_plugin.arrow_columns import ARROW, PARQUET
+
+ENDINGS = (*PARQUET, *ARROW)
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -13,14 +12,13 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from rmd_plugin.npz import brief
+from rmd_plugin.arrow_columns import ARROW, ipc_reader, is_list, list_numbers, no_nulls, read_batches
 from rmd_plugin.table.places import TableFile, opened
+from rmd_plugin.tables import naming
 from rmd_plugin.untrusted import DataFormatError
 
 #: of a batch of float32 features: small enough for the cache of a processor
 _BATCH_BYTES = 4 << 20
-#: of a file that are read at once: requests to an object store are slow, and many files are read at a time
-_READ_BYTES = 4 << 20
 #: files whose footers are read at a time, before the work starts
 _THREADS = 16
 
@@ -86,81 +84,37 @@ def check_files(
     return good, width
 
 
-def read_batches(file: TableFile, columns: Columns, width: int | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+def read_features(file: TableFile, columns: Columns, width: int | None) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Features (B, D) in the type of the file, and labels (B,) of int64; the tensors must not be written to.
 
     Raises:
-        DataFormatError: with the rows and the column, if numbers are missing or there are more or fewer than D.
+        DataFormatError: with the row and the column, if numbers are missing or there are more or fewer than D.
     """
-    start = 0
-    with _named(file):
-        for batch in _arrow_batches(file, columns, width):
-            features = _matrix(file, start, batch.column(columns.features), columns.features, width)
-            width = features.shape[1]
-            labels = None
+    start, rows = 0, max(256, _BATCH_BYTES // (4 * (width or 1024)))
+    with naming(file.path), opened(file.path) as stream:
+        for batch in read_batches(stream, columns.names, rows, parquet=_is_parquet(file)):
+            values, width = list_numbers(file.path, start, batch, columns.features, width)
+            features, labels = torch.from_dlpack(values).view(len(batch), width), None
             if columns.labels is not None:
                 column = batch.column(columns.labels)
-                _refuse_nulls(file, start, column, columns.labels, "Mark rows that are not to be used by -1")
+                no_nulls(file.path, start, column, columns.labels, ". Mark rows that are not to be used by -1")
                 labels = torch.from_dlpack(column.cast(pa.int64()))
-            yield features, labels
+            yield features if features.is_floating_point() else features.float(), labels
             start += len(batch)
-
-
-def _arrow_batches(file: TableFile, columns: Columns, width: int | None) -> Iterator[pa.RecordBatch]:
-    rows = max(256, _BATCH_BYTES // (4 * (width or 1024)))
-    with opened(file.path) as stream:
-        if _is_parquet(file):
-            # page by page: a row group may be as large as the file
-            with pq.ParquetFile(stream, pre_buffer=False, buffer_size=_READ_BYTES) as parquet:
-                for batch in parquet.iter_batches(rows, columns=columns.names, use_threads=False):
-                    if len(batch):
-                        yield batch
-            return
-        reader = pa.ipc.open_file(stream)
-        for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number).select(columns.names)
-            batch.validate(full=True)  # offsets that lead out of the file would be followed
-            yield from (batch.slice(place, rows) for place in range(0, len(batch), rows))
-
-
-def _matrix(file: TableFile, start: int, column: pa.Array, name: str, width: int | None) -> Tensor:
-    """Features of a batch, shape (B, D), without a copy."""
-    column = getattr(column, "storage", column)  # of tensors, an extension of lists
-    _refuse_nulls(file, start, column, name)
-    if not pa.types.is_fixed_size_list(column.type):
-        lengths = torch.from_dlpack(column.value_lengths())
-        width = int(lengths[0]) if width is None else width
-        if int(lengths.min()) != width or int(lengths.max()) != width:
-            row = int((lengths != width).nonzero()[0])
-            raise DataFormatError(
-                file.path, f"row {start + row}, column {name!r} has {lengths[row]} numbers, the others have {width}"
-            )
-    values = column.flatten()
-    _refuse_nulls(file, start, values, name, numbers=len(values) // len(column))
-    return torch.from_dlpack(values).view(len(column), -1)
-
-
-def _refuse_nulls(
-    file: TableFile, start: int, column: pa.Array, name: str, remedy: str = "Fill it, or leave the row out", *,
-    numbers: int = 1,
-) -> None:  # fmt: skip
-    if column.null_count:
-        row = start + column.is_null().index(True).as_py() // numbers
-        raise DataFormatError(file.path, f"row {row}, column {name!r} is missing. {remedy}")
 
 
 # -- footers ----------------------------------------------------------------------------------------------------------
 
 
 def _is_parquet(file: TableFile) -> bool:
-    return not file.path.partition("?")[0].lower().endswith((".arrow", ".feather"))
+    return not file.path.partition("?")[0].lower().endswith(ARROW)
 
 
 def _try_footer(file: TableFile, features: str) -> Footer | DataFormatError:
     try:
-        with _named(file), opened(file.path) as stream:
+        with naming(file.path), opened(file.path) as stream:
             if not _is_parquet(file):
-                schema, width = pa.ipc.open_file(stream).schema, None
+                schema, width = ipc_reader(stream).schema, None
             else:
                 with pq.ParquetFile(stream, pre_buffer=False) as parquet:
                     schema, width = parquet.schema_arrow, _mean_width(parquet.metadata, features)
@@ -183,22 +137,10 @@ def _check_types(file: TableFile, types: dict[str, pa.DataType], columns: Column
             have = ", ".join(f"{key} ({kind})" for key, kind in list(types.items())[:20]) or "none"
             option = "features" if name == columns.features else "labels"
             raise DataFormatError(file.path, f"has no column {name!r}; it has {have}. Name it by {option}=")
-    kind = getattr(types[columns.features], "storage_type", types[columns.features])
-    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if not (lists and pa.types.is_floating(kind.value_type)):
-        raise DataFormatError(file.path, f"column {columns.features!r} is {kind}; lists of floats are expected")
+    kind = types[columns.features]
+    if not is_list(kind):
+        raise DataFormatError(file.path, f"column {columns.features!r} is {kind}; lists of numbers are expected")
     if columns.labels is not None and not pa.types.is_integer(types[columns.labels]):
         raise DataFormatError(
             file.path, f"column {columns.labels!r} is {types[columns.labels]}; labels are integers, 0 to K - 1"
         )
-
-
-@contextmanager
-def _named(file: TableFile) -> Iterator[None]:
-    """Errors of Arrow as ours, with the file."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the system; Arrow's about the content have none
-            raise
-        raise DataFormatError(file.path, f"cannot be read: {brief(error)}") from None

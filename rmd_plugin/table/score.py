@@ -14,10 +14,11 @@ from pytorch_ood.api import Detector, RequiresFittingException
 
 from rmd_plugin.detectors.base import StatefulDetector, load_detector
 from rmd_plugin.detectors.calibrated import Calibrated, bare
+from rmd_plugin.detectors.files import content_digest
 from rmd_plugin.table.engines import check_engine, map_files
 from rmd_plugin.table.fit import OnBad, check_on_bad, note, refuse
 from rmd_plugin.table.places import ENDINGS, Paths, TableFile, exists, join, list_files, opened, replacing
-from rmd_plugin.table.reading import Columns, check_files, read_batches
+from rmd_plugin.table.reading import Columns, check_files, read_features
 from rmd_plugin.untrusted import DataFormatError
 
 #: in the metadata of a file of scores: what it was made of
@@ -46,8 +47,8 @@ def score_table(
         paths: a file, a folder (with all below it), or several, as :func:`rmd_plugin.fit_table` takes them.
         out: folder of the scores, local or of an object store, which all workers must see.
         features: name of the column of features, lists of D floats.
-        engine: ``"local"``, processes on this machine, or ``"ray"``, actors of the Ray cluster that is connected.
-        workers: processes or actors; by default one per processor. With 1 the local engine works in this process.
+        engine: ``"local"``, processes on this machine, or ``"ray"``, tasks of the Ray cluster that is connected.
+        workers: processes of the local engine; by default one per processor. With 1 all is done in this process.
         on_bad: what to do with a file that cannot be read: ``"raise"``, or ``"skip"`` it with a warning in the log. A
             row with NaN or infinite features has the score NaN.
 
@@ -108,7 +109,7 @@ class _ScoresOf:
         try:
             self._write(file, target, made_of)
         except DataFormatError as error:
-            return error.reason  # not raised: Ray Data would show it as an error of its own
+            return error.reason  # not raised: the other files go on
         return ""
 
     def target(self, file: TableFile) -> str:
@@ -122,7 +123,7 @@ class _ScoresOf:
             raise ValueError(f"{target} is there and was not written by score_table. Choose another folder as out.")
 
     def _made_of(self, file: TableFile) -> bytes:
-        content = repr((file.path, file.version, self.columns, xxhash.xxh3_128_hexdigest(self.detector)))
+        content = repr((file.path, file.version, self.columns, content_digest(self.detector)))
         return xxhash.xxh3_128_hexdigest(content.encode()).encode()
 
     def _write(self, file: TableFile, target: str, made_of: bytes) -> None:
@@ -132,7 +133,7 @@ class _ScoresOf:
             fields += [("p_value", pa.float32()), ("is_ood", pa.bool_())]
         schema = pa.schema(fields, metadata={_MADE_OF: made_of})
         with replacing(target) as stream, pq.ParquetWriter(stream, schema) as writer:
-            for features, _ in read_batches(file, self.columns, self.width):
+            for features, _ in read_features(file, self.columns, self.width):
                 if isinstance(detector, Calibrated):
                     scores, _, p_values, decisions = detector.judge(features)
                     arrays = [scores.float(), p_values.float(), decisions]

@@ -109,6 +109,21 @@ def test_an_untrained_network_is_warned_of(run, tmp_path, caplog):
     )
 
 
+@pytest.mark.parametrize("detector", ["rmd", "mahalanobis", "marginal", "fused"])
+def test_the_detector_of_a_guard_can_be_updated_if_its_config_keeps_the_moments(run, detector):
+    run("out=plain", f"detector={detector}")
+    with pytest.raises(ValueError, match="keep_moments=True"):
+        Guard.load("plain").detector.update(torch.randn(5, 8), torch.zeros(5).long())
+    run("out=guard", f"detector={detector}", f"detector.{detector}.keep_moments=true")
+    found, data = Guard.load("guard").detector.detector, Simulation(dim=8, limit_train=200)
+    z, y = torch.stack([item for item, _ in data.fit_set()]), torch.as_tensor(data.fit_set().labels)
+    more, x = torch.randn(40, 8), torch.randn(20, 8, dtype=torch.float64)
+    found.update(more, y[:40])
+    again = type(found)(**found.options, **({"head": found.head} if detector == "fused" else {}))
+    again.fit_features(torch.cat([z, more]), torch.cat([y, y[:40]]))
+    torch.testing.assert_close(found.predict_features(x), again.predict_features(x), rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.slow
 def test_with_onnx_the_file_is_there_and_the_card_says_so(run, tmp_path):
     run("out=guard", "onnx=true")

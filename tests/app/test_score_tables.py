@@ -1,5 +1,6 @@
 """``rmd-score ... engine=``: tables of features, file by file."""
 
+import fsspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -54,3 +55,16 @@ def test_a_guard_of_pictures_takes_no_engine(tmp_path, monkeypatch, capsys):
     picture_guard().save(tmp_path / "guard", onnx=False)
     assert main(["guard", "new", "engine=local"]) == 1
     assert "this guard has a network for images. Leave engine= out" in capsys.readouterr().err
+
+
+def test_tables_and_scores_may_lie_in_an_object_store(tmp_path, guard, capsys):
+    store = fsspec.filesystem("memory")
+    (path,) = write_parts(tmp_path, torch.randn(10, 6))
+    store.pipe_file("/bucket/new/a.parquet", path.read_bytes())
+    words = ["memory://bucket/new", "engine=local", "num_workers=1", "out=memory://bucket/scores"]
+    assert main(["guard", *words]) == 0
+    assert "Written to memory://bucket/scores" in capsys.readouterr().out
+    with store.open("/bucket/scores/a.parquet") as file:
+        assert pq.read_table(file).num_rows == 10
+    store.rm("/bucket", recursive=True)
+    assert not (tmp_path / "memory:").exists()

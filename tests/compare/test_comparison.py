@@ -270,7 +270,7 @@ def test_without_a_head_detectors_of_logits_are_not_served_and_the_others_are():
 
 
 def test_an_unknown_head_is_refused():
-    with pytest.raises(ValueError, match="head must be auto, own, linear_probe or null, got 'mlp'"):
+    with pytest.raises(ValueError, match=r"head must be auto, own, .*, got 'mlp'"):
         run({}, head="mlp")
 
 

@@ -14,8 +14,17 @@ import safetensors.torch
 import torch
 from conftest import make_blobs
 
-from rmd_plugin import RMD, ClassMoments, Mahalanobis, MarginalMahalanobis, Moments, RelativeFlow, load_detector
-from rmd_plugin.detectors.files import DetectorFileError
+from rmd_plugin import (
+    RMD,
+    Calibrated,
+    ClassMoments,
+    Mahalanobis,
+    MarginalMahalanobis,
+    Moments,
+    RelativeFlow,
+    load_detector,
+)
+from rmd_plugin.detectors.files import DetectorFileError, content_digest
 
 FLOW = {"max_epochs": 1, "hidden_features": 4, "space": "features", "background": "flow", "sharing": "per_class"}
 
@@ -294,3 +303,18 @@ def test_damaged_moments_are_refused(old, tmp_path):
 def test_a_detector_is_no_moments(fitted, tmp_path):
     fitted.save(tmp_path / "rmd.pt")
     assert "expected moments" in refusal(tmp_path / "rmd.pt", Moments.load)
+
+
+def test_every_writing_of_one_state_has_one_digest_and_another_state_another():
+    z, y = torch.randn(60, 4), torch.arange(60) % 3
+
+    def written(detector):
+        content = io.BytesIO()
+        detector.save(content)
+        return content_digest(content.getvalue())
+
+    detector = Calibrated(RMD()).fit_features(z, y).calibrate_features(z)
+    assert len({written(detector) for _ in range(20)}) == 1  # the bytes differ in about half of the writings
+    other = Calibrated(RMD(), alpha=0.1).fit_features(z, y).calibrate_features(z)
+    assert written(other) != written(detector)
+    assert written(RMD().fit_features(2 * z, y)) != written(RMD().fit_features(z, y))

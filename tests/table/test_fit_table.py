@@ -7,9 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from table_kit import to_table, truncate, write_parts
 
-from rmd_plugin import RMD, Calibrated, FusedRMD, Mahalanobis, RelativeFlow, fit_table, table_state
+from rmd_plugin import RMD, Calibrated, FusedRMD, Mahalanobis, RelativeFlow, fit_table, score_table, table_state
 from rmd_plugin.untrusted import DataFormatError
 
 
@@ -96,6 +97,39 @@ def test_a_memory_filesystem_is_read_through_fsspec(tmp_path, blobs):
     assert close(found.predict_features(x), RMD().fit_features(z, y).predict_features(x))
 
 
+class Bucket(MemoryFileSystem):
+    """A store of its own under a scheme that pyarrow does not know."""
+
+    protocol = "bucket"
+    store = {}  # noqa: RUF012
+    pseudo_dirs = [""]  # noqa: RUF012
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("bucket:/"))
+
+
+def test_any_store_that_fsspec_knows_is_read_and_written_by_its_scheme(tmp_path, blobs):
+    z, y, x = blobs
+    fsspec.register_implementation("bucket", Bucket, clobber=True)
+    for path in write_parts(tmp_path, z, y, cuts=(100,)):
+        Bucket().pipe(f"/table/{path.name}", path.read_bytes())
+    found = fit_table(RMD(), "bucket://table", workers=1)
+    assert close(found.predict_features(x), RMD().fit_features(z, y).predict_features(x))
+    assert score_table(found, "bucket://table", "bucket://scores", workers=1)
+    assert sorted(Bucket.store) == ["/scores/a.parquet", "/scores/b.parquet", "/table/a.parquet", "/table/b.parquet"]
+
+
+def test_integers_and_arrow_streams_are_read_too(tmp_path):
+    z, y = torch.randint(0, 100, (90, 4)), torch.arange(90) % 3
+    table = to_table(z, y, pa.list_(pa.int16()))
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=30)
+    x = torch.randn(20, 4, dtype=torch.float64)
+    found = fit_table(RMD(), tmp_path, workers=1).predict_features(x)
+    assert close(found, RMD().fit_features(z.double(), y).predict_features(x))
+
+
 def test_states_of_files_add_up_to_the_fit(tmp_path, blobs):
     z, y, x = blobs
     first, second = (table_state(RMD(), path) for path in write_parts(tmp_path, z, y, cuts=(77,)))
@@ -152,12 +186,12 @@ def test_columns_that_differ_are_refused_before_the_work_starts(tmp_path, blobs,
     ("table", "message"),
     [
         ({"embedding": [[1.0], None], "label": [0, 1]}, "row 1, column 'embedding' is missing"),
-        ({"embedding": [[1.0, 2.0], [3.0, None]], "label": [0, 1]}, "row 1, column 'embedding' is missing"),
+        ({"embedding": [[1.0, 2.0], [3.0, None]], "label": [0, 1]}, "row 1, column 'embedding': number 1 is missing"),
         ({"embedding": [[1.0], [2.0]], "label": [0, None]}, "row 1, column 'label' is missing. Mark rows .* by -1"),
         ({"embedding": [[1.0, 2.0], [3.0]], "label": [0, 1]}, "has 1.5 numbers a row, 1 are expected"),
-        ({"embedding": [[1.0, 2.0], [3.0], [1.0, 2.0, 3.0]], "label": [0, 1, 0]}, "row 1, .* has 1 numbers, .* have 2"),
+        ({"embedding": [[1.0, 2.0], [3.0], [1.0, 2.0, 3.0]], "label": [0, 1, 0]}, "row 1, .* has 1 numbers; .* have 2"),
         ({"embedding": [[1.0], [2.0]], "label": ["a", "b"]}, "labels are integers"),
-        ({"embedding": [1.0, 2.0], "label": [0, 1]}, "is double; lists of floats are expected"),
+        ({"embedding": [1.0, 2.0], "label": [0, 1]}, "is double; lists of numbers are expected"),
         ({"vector": [[1.0]], "label": [0]}, r"has no column 'embedding'; it has vector .*features="),
     ],
 )

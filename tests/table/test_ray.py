@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -37,6 +40,19 @@ def test_ray_scores_what_the_detector_does(tmp_path, blobs):
     found = score_table(detector, tmp_path / "new", tmp_path / "out", engine="ray")
     scores = np.concatenate([pq.read_table(path)["score"].to_numpy() for path in found])
     np.testing.assert_allclose(scores, detector.predict_features(x).numpy(), rtol=1e-6)
+
+
+def test_the_actor_of_the_page_scores_the_files_of_a_dataset(tmp_path, blobs):
+    z, y, x = (part.float() if part.is_floating_point() else part for part in blobs)
+    write_parts(tmp_path / "new", x, cuts=(30,))
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "map_batches" in block]
+    for folder in ("new/", "ray_scores"):  # Ray's processes have another working folder
+        code = code.replace(f'"{folder}', f'"{tmp_path}/{folder}')
+    detector = RMD().fit_features(z, y)
+    exec(code, {"detector": detector, "__name__": "page"})
+    found = [pq.read_table(tmp_path / "ray_scores" / f"{name}.parquet")["score"].to_numpy() for name in "ab"]
+    np.testing.assert_allclose(np.concatenate(found), detector.predict_features(x).numpy(), rtol=1e-5, atol=1e-5)
 
 
 def test_bad_rows_are_refused_with_our_own_error_or_skipped(tmp_path, blobs, caplog):

@@ -1,0 +1,167 @@
+"""``rmd-fit benchmark=embeddings engine=``: the guard of the rows in memory, from files that workers read."""
+
+import json
+import shutil
+import sys
+
+import config_kit
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import make_blobs
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from table_kit import write_parts
+
+from rmd_plugin import Guard
+from rmd_plugin.app import score
+from rmd_plugin.app.commands import fit as main
+from rmd_plugin.benchmarks import Embeddings
+
+DATA = ["benchmark=embeddings", "benchmark.path=tables"]
+QUIET = ["onnx=false", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+
+
+@pytest.fixture
+def tables(tmp_path):
+    """Tables of 3 classes, train in three files, and one OOD set."""
+    z, y, _ = (part.float() if part.is_floating_point() else part for part in make_blobs(3, 6, per_class=400))
+    order = torch.randperm(len(z), generator=torch.Generator().manual_seed(0))
+    z, y = z[order], y[order]
+    folder = tmp_path / "tables"
+    write_parts(folder / "train", z[:700], y[:700], cuts=(150, 151))
+    write_parts(folder, z[700:900], y[700:900], names=["val"])
+    write_parts(folder, z[900:], y[900:], names=["test"])
+    write_parts(folder / "ood", z[:50] + 20.0, names=["far"])
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the command in this process, and gives back what it printed or its error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RMD_CACHE_DIR", str(tmp_path / "cache"))
+
+    def call(*words, code=0):
+        found = config_kit.call(main, monkeypatch, "rmd-fit", *QUIET, *words)
+        printed = capsys.readouterr()
+        assert found == code, printed.err
+        return printed.err if code else printed.out
+
+    return call
+
+
+def about(name):
+    with open(f"{name}/guard.json") as file:
+        return json.load(file)
+
+
+def assert_same_guard(first, second):
+    ours, other = Guard.load(first), Guard.load(second)
+    states = [guard.detector.detector.state_dict() for guard in (ours, other)]
+    assert states[0]["options"] == states[1]["options"]
+    z = torch.randn(200, 6, dtype=torch.float64)
+    scores = [guard.detector.predict_features(z) for guard in (ours, other)]
+    torch.testing.assert_close(*scores, rtol=1e-10, atol=1e-10)
+    thresholds = [torch.as_tensor(guard.threshold, dtype=torch.float64) for guard in (ours, other)]
+    torch.testing.assert_close(*thresholds, rtol=1e-6, atol=1e-6)  # scores of float32 features
+    torch.testing.assert_close(ours.backbone.head.weight, other.backbone.head.weight, rtol=1e-5, atol=1e-6)
+    known = [{key: about(name)[key] for key in ("head", "data", "metrics", "classes")} for name in (first, second)]
+    assert known[0] == known[1]
+
+
+@pytest.mark.parametrize("detector", ["rmd", "mahalanobis", "fused"])
+def test_files_give_the_guard_of_the_rows_in_memory(tables, run, monkeypatch, detector):
+    run(*DATA, "out=whole", f"detector={detector}", "head=linear_discriminant")
+    asked = []
+    monkeypatch.setattr(Embeddings, "_scan", lambda self, path, split, scan=Embeddings._scan: (
+        asked.append(path.name), scan(self, path, split))[1])  # fmt: skip
+    printed = run(*DATA, "out=files", f"detector={detector}", "engine=local", "num_workers=1")
+    assert asked == ["val.parquet", "test.parquet", "far.parquet"]  # train is not read as a whole
+    assert "Guard: files" in printed
+    assert_same_guard("whole", "files")
+    assert about("files")["data"] == {"train samples": 700, "val samples": 200, "test samples": 300}
+    assert about("files")["head"] == "linear discriminant of the training moments"
+
+
+def test_the_classifier_is_the_linear_discriminant_of_sklearn(tables, run):
+    run(*DATA, "out=guard", "detector=rmd", "engine=local", "num_workers=1")
+    parts = {name: pq.read_table(tables / name) for name in ("train", "test.parquet")}
+    (z, y), (x, _) = (
+        (np.stack(part["embedding"].to_numpy()), part["label"].to_numpy()) for part in parts.values()
+    )  # fmt: skip
+    expected = LinearDiscriminantAnalysis(solver="lsqr").fit(z, y).predict(x)
+    assert Guard.load("guard")(x).class_name == [str(label) for label in expected]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_same_guard(tables, run):
+    run(*DATA, "out=one", "detector=fused", "engine=local", "num_workers=1")
+    run(*DATA, "out=two", "detector=fused", "engine=local", "num_workers=2")
+    assert_same_guard("one", "two")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of Ray's own modules
+def test_both_commands_run_on_ray(tables, run, monkeypatch, capsys):
+    ray = pytest.importorskip("ray", reason="ray is not installed (extra ray)")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(num_cpus=2, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
+    try:
+        run(*DATA, "out=local", "detector=fused", "engine=local", "num_workers=1")
+        run(*DATA, "out=ray", "detector=fused", "engine=ray")
+        assert_same_guard("local", "ray")
+        assert score.main(["local", "tables/train", "engine=local", "num_workers=1", "out=scores"]) == 0
+        assert score.main(["ray", "tables/train", "engine=ray", "num_workers=2", "out=rays"]) == 0
+    finally:
+        ray.shutdown()
+    assert capsys.readouterr().out.count("Scored 700 rows of 3 files") == 2
+    ours, rays = (pq.read_table(folder) for folder in ("scores", "rays"))
+    np.testing.assert_allclose(ours["score"].to_numpy(), rays["score"].to_numpy(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(ours["p_value"].to_numpy(), rays["p_value"].to_numpy())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("engine=spark", "engine must be 'local' or 'ray', got 'spark'"),
+        ("benchmark=text_file", "engine= reads tables of features: benchmark=embeddings"),
+        ("backbone=mlp", "engine= reads tables of features: benchmark=embeddings with backbone=identity"),
+        ("detector=msp", "MaxSoftmax is not fitted on moments, which add up over files. Take RMD"),
+        ("detector=knn", "is not fitted on moments"),
+        ("detector.rmd.normalize=true", "normalize=true cannot be used with engine="),
+        ("head=linear_probe", "head=linear_probe needs training rows in memory"),
+        ("limit_train=10", "limit_train= needs training rows in memory"),
+        ("benchmark.features=null", "engine= needs the names of the columns: benchmark.features=NAME"),
+        ("num_workers=-1", "num_workers must be at least 1, or 0 for all processors, got -1"),
+        ("workers=2", "there is no option workers. Did you mean num_workers?"),
+        ("benchmark.path=tables/train", "engine= needs a folder with a table for each split"),
+        ("benchmark.labels=y", "has no column 'y'; it has embedding"),
+    ],
+)
+def test_what_does_not_go_with_an_engine_is_one_sentence(tables, run, tmp_path, words, message):
+    usual = {"engine": "local", "detector": "rmd", "benchmark": "embeddings", "benchmark.path": "tables"}
+    name, _, value = words.partition("=")
+    error = run("out=guard", *(f"{key}={word}" for key, word in (usual | {name: value}).items()), code=1)
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "guard").exists()
+
+
+def test_without_ray_the_extra_is_named(tables, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    error = run(*DATA, "out=guard", "detector=rmd", "engine=ray", code=1)
+    assert 'engine=ray needs the package ray, which is not installed: pip install "rmd-plugin[ray]"' in error
+
+
+def test_a_class_without_rows_and_other_formats_are_refused(tables, run):
+    table = pq.read_table(tables / "train" / "c.parquet")
+    gap = table.set_column(1, "label", [np.where(table["label"].to_numpy() == 2, 4, table["label"].to_numpy())])
+    shutil.rmtree(tables / "train")
+    pq.write_table(gap, tables / "train.parquet")
+    error = run(*DATA, "out=guard", "detector=rmd", "engine=local", "num_workers=1", code=1)
+    assert "train.parquet: has no row of class 2, 3; with engine= the labels are numbers 0 to K - 1" in error
+    (tables / "train.parquet").unlink()
+    np.save(tables / "train.npy", np.zeros((3, 6), np.float32))
+    error = run(*DATA, "out=guard", "detector=rmd", "engine=local", "num_workers=1", code=1)
+    assert "train.npy: engine= reads .parquet, .arrow, .feather files" in error
