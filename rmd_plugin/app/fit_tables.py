@@ -9,7 +9,7 @@ from rmd_plugin.app.errors import whole_number
 from rmd_plugin.backbones.small import Identity
 from rmd_plugin.benchmarks.embeddings import Embeddings, find_tables
 from rmd_plugin.benchmarks.own import TEST, TRAIN, VAL
-from rmd_plugin.compare.adapters import Factory, NetworkParts, build, detector_class
+from rmd_plugin.compare.building import Factory, NetworkParts, build, detector_class
 from rmd_plugin.detectors.functional import listed
 from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.table.engines import check_engine

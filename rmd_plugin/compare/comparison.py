@@ -6,9 +6,8 @@ import functools
 import logging
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -27,6 +26,7 @@ from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor, SplitFeat
 from rmd_plugin.compare.metrics import compare_scores
 from rmd_plugin.compare.plausibility import doubt_accuracy
 from rmd_plugin.compare.probe import fit_linear_probe, head_logits, linear_discriminant
+from rmd_plugin.compare.remarks import collected
 from rmd_plugin.compare.rows import (
     ACCURACY,
     AUROC,
@@ -40,7 +40,6 @@ from rmd_plugin.compare.rows import (
 )
 from rmd_plugin.detectors.calibrated import Calibrated
 from rmd_plugin.detectors.conformal import Calibration, check_level
-from rmd_plugin.detectors.functional import NumericalWarning
 from rmd_plugin.encoding.batches import Encoded
 from rmd_plugin.encoding.isolation import evaluating, isolated_rng
 
@@ -278,7 +277,7 @@ class _Run:
         """Fit one detector, score all test sets, add its rows."""
         remarks: list[str] = []
         try:
-            with isolated_rng(self.seed), _collected(remarks):
+            with isolated_rng(self.seed), collected(remarks):
                 started = time.perf_counter()
                 self._fit(adapter)
                 fitted = time.perf_counter()
@@ -388,17 +387,3 @@ def _to_numpy(scores: Tensor, count: int) -> np.ndarray:
         found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise ValueError(f"scores must have shape ({count},), got {found}")
     return scores.detach().cpu().double().numpy()
-
-
-@contextmanager
-def _collected(remarks: list[str]) -> Iterator[None]:
-    """Warnings of our numerics become remarks in the table; those of the framework go to the log."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    for warning in caught:
-        text = " ".join(str(warning.message).split())
-        if not issubclass(warning.category, NumericalWarning):
-            log.debug("%s: %s", warning.category.__name__, text)
-        elif text not in remarks:
-            remarks.append(text)

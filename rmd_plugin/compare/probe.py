@@ -1,4 +1,4 @@
-"""A linear head for an encoder that has none: logistic regression on its features, or from moments; logits of a head."""
+"""A linear head for an encoder that has none: fitted on its features, or from their moments; logits of a head."""
 
 from __future__ import annotations
 
