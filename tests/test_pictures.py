@@ -209,6 +209,7 @@ def test_a_bomb_is_refused_before_it_takes_memory():
         assert "RMD_MAX_GIB=" in message or "decompression bomb" in message
 
 
+@pytest.mark.slow
 def test_the_limit_of_a_picture_can_be_raised_by_one_variable(monkeypatch):
     content = encoded(Image.new("1", (9_500, 9_500)))
     assert "RMD_MAX_GIB=1" in refused(content)

@@ -133,6 +133,7 @@ def test_a_run_writes_rows_tables_scores_and_pictures(run):
     assert folder.read_status().state == "done"
 
 
+@pytest.mark.slow
 def test_every_detector_of_a_run_can_be_loaded_and_decides_as_the_run_did(run, caplog):
     with caplog.at_level("INFO"):
         folder, _ = run("detector=[rmd,msp,knn,react,openmax]", "alpha=0.1")
@@ -153,6 +154,7 @@ def test_every_detector_of_a_run_can_be_loaded_and_decides_as_the_run_did(run, c
         assert float(found.double().mean()) == select(rows, detector=name, metric="detected@0.1")[0].value
 
 
+@pytest.mark.slow
 def test_a_run_without_validation_data_says_that_it_decides_nothing(run):
     folder, out = run("benchmark.n_val=0")
     assert "No decisions: RMD" in " ".join(out.split())
@@ -211,6 +213,7 @@ def test_an_untrained_network_is_named_as_such(run):
     assert set(folder.read_scores()) == {"rmd", "msp", "odin", "mahalanobis_odin"}
 
 
+@pytest.mark.slow
 def test_a_file_of_features_is_compared_with_the_identity(run, tmp_path):
     rng = np.random.default_rng(0)
     y = np.arange(300) % 3

@@ -74,6 +74,7 @@ def test_detectors_of_every_kind_become_guards(run, detector):
     assert guard(torch.randn(20, 8)).score.shape == (20,)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*does not have many workers")
 def test_a_trained_checkpoint_becomes_a_guard_with_its_own_head(run, tmp_path):
     torch.manual_seed(0)
@@ -158,6 +159,7 @@ def test_what_cannot_be_is_said_in_one_line_and_nothing_is_written(run, tmp_path
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_without_the_extra_the_guard_is_written_without_onnx_and_that_is_said(run, tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "onnxscript", None)  # as if it were not installed
     run("out=guard", "onnx=auto")

@@ -70,6 +70,7 @@ def assert_same_guard(first, second):
     assert known[0] == known[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detector", ["rmd", "mahalanobis", "fused"])
 def test_files_give_the_guard_of_the_rows_in_memory(tables, run, monkeypatch, detector):
     run(*DATA, "out=whole", f"detector={detector}", "head=linear_discriminant")
@@ -84,6 +85,7 @@ def test_files_give_the_guard_of_the_rows_in_memory(tables, run, monkeypatch, de
     assert about("files")["head"] == "linear discriminant of the training moments"
 
 
+@pytest.mark.slow
 def test_the_classifier_is_the_linear_discriminant_of_sklearn(tables, run):
     run(*DATA, "out=guard", "detector=rmd", "engine=local", "num_workers=1")
     parts = {name: pq.read_table(tables / name) for name in ("train", "test.parquet")}

@@ -57,6 +57,7 @@ def areas(folder, metric="AUROC"):
     return {row.detector: row for row in select(folder.read_rows(), metric=metric)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("brought", ["weights", "logits"])
 def test_detectors_on_logits_are_judged_by_the_classifier_of_the_file(run, tmp_path, brought):
     content = arrays()
@@ -141,6 +142,7 @@ def test_a_training_without_any_ood_set_ends_with_a_report(run, tmp_path):
     assert folder.file("report.html").is_file()
 
 
+@pytest.mark.slow
 def test_what_a_fit_remarks_is_told_without_ood_sets_too(run, tmp_path):
     content = arrays()
     content = {key: value for key, value in content.items() if not key.startswith("near")}

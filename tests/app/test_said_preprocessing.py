@@ -77,6 +77,7 @@ OWN_TRANSFORM = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -153,6 +154,7 @@ def test_items_that_are_tensors_already_are_said_to_be_and_a_given_preprocessing
         say_preprocessing(config, network, data)
 
 
+@pytest.mark.slow
 def test_a_foreign_checkpoint_without_mean_and_std_is_a_warning_with_both_remedies(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -124,6 +124,7 @@ def test_the_help_has_examples_options_outputs_and_exit_codes_and_imports_no_tor
         assert word in done.stdout
 
 
+@pytest.mark.slow
 def test_a_table_goes_on_after_ctrl_c_in_this_process(tmp_path, monkeypatch, capsys):
     np.save("a.npy", np.random.default_rng(0).normal(size=(500, 3)).astype(np.float32))
     guard = write_guard(tmp_path / "guard", kind="features")

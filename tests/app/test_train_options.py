@@ -99,6 +99,7 @@ def test_a_missing_gpu_is_one_line(train):
     assert "trainer=cpu runs everywhere" in printed
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_program_keeps_its_traceback(train, monkeypatch):
     def fail(self):
         raise KeyError("a bug")

@@ -104,6 +104,7 @@ def test_a_frozen_encoder_still_passes_gradients_to_its_input() -> None:
     assert x.grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 @every_backbone
 @pytest.mark.parametrize("prefix", ["", "model.", "backbone.", "module.net._orig_mod."])
 def test_a_checkpoint_comes_back_under_any_prefix(name: str, prefix: str, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def openood_names() -> list[str]:
     return [*names, "fc.weight", "fc.bias"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_openood_s_resnet18_is_loaded_by_its_names(tmp_path: Path) -> None:
     from torchvision.models import resnet18
 

@@ -111,6 +111,7 @@ EXPORTED = [
 BATCHES = [(1, 24, 24), (5, 10, 13), (2, 100, 77), (3, 1, 500), (1, 500, 1), (1, 1, 1), (2, 24, 30)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("interpolation", "crop_pct", "squash"), EXPORTED)
 @pytest.mark.filterwarnings("ignore")  # of the exporter, about its own parts
 def test_the_exported_module_gives_pythons_numbers_for_pictures_of_every_size(

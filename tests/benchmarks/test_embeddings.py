@@ -163,6 +163,7 @@ def test_workers_get_paths_and_not_the_rows(tmp_path, ending, start, temporary):
     assert bool(list(temporary.iterdir())) == (ending == ".parquet")  # the workers left it
 
 
+@pytest.mark.slow
 def test_a_decoded_table_is_removed_with_the_benchmark_and_when_decoding_fails(tmp_path, temporary):
     pq.write_table(whole(), tmp_path / "a.parquet")
     benchmark = Embeddings(tmp_path / "a.parquet")

@@ -215,6 +215,7 @@ def test_a_class_or_set_without_a_readable_picture_is_refused_even_then(photos):
         ImageFolder(photos, on_bad="skip")
 
 
+@pytest.mark.slow
 def test_a_picture_that_is_too_large_can_be_allowed_by_one_variable(photos, monkeypatch):
     Image.new("1", (9_500, 9_500)).save(photos / "train" / "red" / "large.png")
     with pytest.raises(DataFormatError, match=f"{LIMIT_VARIABLE}=1"):

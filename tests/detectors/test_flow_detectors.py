@@ -144,6 +144,7 @@ def test_the_background_is_the_gaussian_of_all_samples_in_the_discriminant_space
     np.testing.assert_allclose(pdist(relative.coordinates(x).numpy()), pdist(w), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_heavy_tails_of_the_classes_do_not_make_far_samples_look_in_distribution():
     y = torch.arange(3000) % 3
     generator = torch.Generator().manual_seed(0)
@@ -558,6 +559,7 @@ def test_one_feature_is_enough():
     assert near < far
 
 
+@pytest.mark.slow
 @every_detector
 def test_divergence_goes_back_to_the_gaussian_with_a_warning(detector, blobs):
     z, y, x = blobs

@@ -164,6 +164,7 @@ def exported(detector, new):
     return detector.to_module(), ({name: z[:3] for name, z in new.items()},), shapes
 
 
+@pytest.mark.slow
 @FUSIONS
 def test_torch_export_gives_the_scores_for_any_batch_size(fusion, data):
     train, y, new = data

@@ -161,6 +161,7 @@ def test_maps_of_convnext_have_their_channels_first_though_it_is_linear_inside(s
         assert torch.allclose(found["features.3"], network.features(x).mean(dim=(2, 3)), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "convnext_atto", "test_convnext"])
 def test_stages_of_timm_are_averaged_as_timm_says_where_their_channels_are(name):
     timm = pytest.importorskip("timm")

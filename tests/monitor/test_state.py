@@ -234,6 +234,7 @@ def test_another_detector_under_the_same_name_is_told(checkpoint):
         trainer(None, monitor).validate(Classifier(), loader(VAL), ckpt_path=checkpoint[0], verbose=False)
 
 
+@pytest.mark.slow
 def test_a_stream_that_was_stopped_within_an_epoch_goes_on(tmp_path):
     counts = []
 

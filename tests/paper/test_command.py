@@ -119,6 +119,7 @@ def test_the_first_line_after_the_package_is_the_command():
         assert path.read_text().splitlines()[:2] == ["# @package _global_", f"# rmd-train experiment={name}"]
 
 
+@pytest.mark.slow
 def test_the_papers_own_numbers_are_in_its_experiments(hydra, tmp_path):
     config = make_config(tmp_path, "scale=paper")
     wide, genomics, clinc = (
