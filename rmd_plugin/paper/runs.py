@@ -26,7 +26,7 @@ from rmd_plugin.compare.extraction import TEST, TRAIN
 from rmd_plugin.compare.rows import ACCURACY, Row
 from rmd_plugin.paper.accuracy import read_accuracies
 from rmd_plugin.paper.result import FeatureSet, FinishedRun
-from rmd_plugin.paper.studies import cell_name, folder, reproduce_command
+from rmd_plugin.paper.studies import cell_name, config_name, reproduce_command
 from rmd_plugin.report.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def compose_experiment(experiment: str, config: DictConfig) -> DictConfig:
     Raises:
         ValueError: if the overrides of ``extra`` do not fit.
     """
-    chosen = f"experiment={folder(config.scale)}{experiment}"
+    chosen = f"experiment={config_name(experiment, config.scale)}"
     try:
         cfg = compose_train([chosen, "resume=true", f"seed={config.seed}", *map(str, config.extra)])
         content: Any = OmegaConf.to_container(cfg, resolve=False)
