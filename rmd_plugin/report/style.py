@@ -6,7 +6,6 @@ Figures are made by matplotlib's object interface with the Agg canvas; ``matplot
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager

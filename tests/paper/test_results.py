@@ -182,10 +182,9 @@ def test_names_of_lines_stay_beside_their_panel_and_apart_from_each_other():
     """All lines end at the top, where the names have the least room."""
     run = make_curves()
     high = [{**row, "value": 0.99 + row["value"] / 100} for row in run.history]
-    figure = robustness_figure(
-        {name: {"accuracy": np.array([[1, 2], [0.1, 1.0], [0.1, 1.0]]), **robustness.auroc_curves(replace(run, history=high))}
-         for name in ("a", "b")}
-    )  # fmt: skip
+    curves = robustness.auroc_curves(replace(run, history=high))
+    accuracy = {"accuracy": np.array([[1, 2], [0.1, 1.0], [0.1, 1.0]])}
+    figure = robustness_figure({name: {**accuracy, **curves} for name in ("a", "b")})
     figure.draw_without_rendering()
     assert [len(axes.texts) for axes in figure.axes] == [2, 2, 3, 3]
     every = [box for axes in figure.axes for box in boxes(axes.texts)]
