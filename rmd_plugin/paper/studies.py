@@ -132,10 +132,8 @@ def check_cells(studies: Iterable[str], scale: str, cells: Iterable[object] | No
 
 def list_studies(root: Path) -> None:
     """Print what can be run, and what was."""
-    title = f"rmd-reproduce study=NAME scale={'|'.join(SCALES)}"
-    table = Table(
-        box=None, pad_edge=False, title="rmd-reproduce study=NAME scale=small|medium|paper", title_justify="left"
-    )
+    table = Table(box=None, pad_edge=False, title_justify="left")
+    table.title = f"rmd-reproduce study=NAME scale={'|'.join(SCALES)}"
     for title in ("study", "of the paper", "cells (small)", "done"):
         table.add_column(title, justify="left")
     for name, study in STUDIES.items():
