@@ -40,12 +40,19 @@ STUDIES = {
     "table3": Study("Table 3: fine-tuned models"),
     "spectrum": Study(
         "Figure 1: MD and RMD along the eigen-directions",
-        (SIMULATION, "table2/cifar100_efficientnet", "table1/cifar10", "table2/clinc", "robustness/digits"),
+        (
+            SIMULATION,
+            "table1/cifar100",
+            "table2/cifar100_efficientnet",
+            "table1/cifar10",
+            "table2/clinc",
+            "robustness/digits",
+        ),
         (SIMULATION, "table1/cifar100", "table1/cifar10", "table2/clinc", "robustness/digits"),
     ),
     "partial": Study(
         "Appendix C: the partial Mahalanobis distance for every d",
-        ("table2/cifar100_efficientnet", "table1/cifar10", "table2/clinc"),
+        ("table1/cifar100", "table2/cifar100_efficientnet", "table1/cifar10", "table2/clinc"),
         ("table1/cifar100", "table1/cifar10", "table2/clinc"),
     ),
     "flows": Study(
