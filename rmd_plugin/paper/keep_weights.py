@@ -13,13 +13,15 @@ import sys
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import save
 
+from rmd_plugin.app.parts import make_benchmark
 from rmd_plugin.app.resume import CHECKPOINTS
 from rmd_plugin.atomic import replacing
 from rmd_plugin.backbones.checkpoint import read_state_dict
 from rmd_plugin.compare.rows import ACCURACY
-from rmd_plugin.report.run_folder import RunFolder
+from rmd_plugin.report.run_folder import CONFIG, RunFolder
 
 WEIGHTS = Path(__file__).parent / "weights"
 
@@ -50,10 +52,11 @@ def keep_weights(run: Path, name: str, folder: Path = WEIGHTS) -> Path:
         "optimizer": config["optimizer"],
         "batch_size": config["batch_size"],
         "benchmark": config["benchmark"],
+        "data": repr(make_benchmark(OmegaConf.load(source.file(CONFIG)))),  # how many samples there were
         "seed": config["seed"],
         "test_accuracy": next(row.value for row in source.read_rows() if row.metric == ACCURACY and row.ok),
-        "licence": "trained by the rmd-plugin developers, Apache-2.0 as the package; CIFAR-100 (Krizhevsky 2009) is "
-        "for research use",
+        "licence": f"trained by the rmd-plugin developers on {config['names']['benchmark']}: Apache-2.0, as the package; "
+        "the data have their own terms",
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.safetensors"

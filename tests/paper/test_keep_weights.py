@@ -47,6 +47,7 @@ def test_kept_weights_give_the_network_that_was_trained(run, tmp_path):
     about = json.loads((tmp_path / "digits.json").read_text())
     assert about["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert (about["epochs"], about["backbone"]["widths"]) == (1, [4, 4])
+    assert about["data"].startswith("Digits(train=60, val=20, test=20")
     accuracy = [row.value for row in RunFolder(folder).read_rows() if row.metric == "ACC"]
     assert [about["test_accuracy"]] == accuracy
     assert str(folder) not in json.dumps(about)  # no path of the machine that it was made on
