@@ -55,8 +55,8 @@ def keep_weights(run: Path, name: str, folder: Path = WEIGHTS) -> Path:
         "data": repr(make_benchmark(OmegaConf.load(source.file(CONFIG)))),  # how many samples there were
         "seed": config["seed"],
         "test_accuracy": next(row.value for row in source.read_rows() if row.metric == ACCURACY and row.ok),
-        "licence": f"trained by the rmd-plugin developers on {config['names']['benchmark']}: Apache-2.0, as the package; "
-        "the data have their own terms",
+        "licence": f"trained by the rmd-plugin developers on {config['names']['benchmark']}: Apache-2.0, as the "
+        "package; the data have their own terms",
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.safetensors"
