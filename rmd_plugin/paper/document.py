@@ -154,7 +154,7 @@ def _machines(summaries: Sequence[StudySummary]) -> str:
     text += f" with {', '.join(shown)}" if shown else ""
     text += f", commit {', '.join(short)}" if short else ""
     total = sum(summary.seconds for summary in summaries if not math.isnan(summary.seconds))
-    return f"{text}; {total / 60:.0f} minutes in all."
+    return f"{text}; {total / 60:.0f} minutes in all, without trainings that were finished before."
 
 
 def _remark(item: PaperNumber) -> str:

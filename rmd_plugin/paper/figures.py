@@ -218,9 +218,10 @@ def partial_figure(arrays: Arrays, title: str) -> Figure:
         left.plot(np.arange(1, len(largest) + 1), largest, color=colour("partial"), linewidth=2.6)
         right.plot(np.arange(len(smallest)), smallest, color=colour("partial"), linewidth=2.6)
         left.plot(peak + 1, largest[peak], "o", color=colour("partial"), markersize=9)
-        offset, side = ((-8, -20), "right") if peak > len(largest) // 2 else ((8, -20), "left")
-        text = f"best d = {peak + 1}: {largest[peak]:.1f}"
-        _name(left, text, (peak + 1, float(largest[peak])), offset, "#9A6A00", ha=side)
+        # above the highest point there is nothing of the curve
+        left.margins(y=0.1)
+        text, side = f"best d = {peak + 1}: {largest[peak]:.1f}", "right" if peak > len(largest) // 2 else "left"
+        _name(left, text, (peak + 1, float(largest[peak])), (0, 9), "#9A6A00", ha=side)
         for axes, which, words in (
             (left, "on the first d directions", "used"),
             (right, "on the others", "left out"),
