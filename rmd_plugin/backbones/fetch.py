@@ -1,5 +1,6 @@
 """Pre-trained weights and checkpoints: found where they are, refused in one line where they are not."""
 
+import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -10,9 +11,16 @@ from urllib.parse import urlsplit
 
 import torch
 
+from rmd_plugin.backbones.checkpoint import CheckpointError
 from rmd_plugin.downloads import DownloadError, download
 from rmd_plugin.downloads import hub_unavailable as hub_unavailable
 from rmd_plugin.extras import require
+from rmd_plugin.untrusted import read_bytes, read_mapping
+
+#: how the address of a file inside an installed package begins
+PACKAGED = "pkg://"
+#: of a file inside a package, in bytes
+_MAX_PACKAGED = 1 << 28
 
 
 class WeightsNotFoundError(FileNotFoundError):
@@ -85,12 +93,40 @@ def url_file(url: str) -> Path:
     return path
 
 
+def packaged_file(address: str) -> Path:
+    """Weights that an installed package carries, ``pkg://PACKAGE/PATH``, with the sha256 of the JSON file beside them.
+
+    Raises:
+        WeightsNotFoundError: if one of the two files is not there.
+        CheckpointError: if the weights are not those that the JSON file tells of.
+    """
+    package, _, inside = address.removeprefix(PACKAGED).partition("/")
+    spec = find_spec(package)
+    place = Path(next(iter(spec.submodule_search_locations or [""])) if spec else "")
+    path = place / inside
+    about = path.with_suffix(".json")
+    missing = [f"{file} (not there)" for file in (path, about) if not spec or not file.is_file()]
+    if missing:
+        raise WeightsNotFoundError(f"weights {address}", missing, f"Install {package.partition('.')[0]} again.")
+    found, expected = hashlib.sha256(read_bytes(path, _MAX_PACKAGED)).hexdigest(), read_mapping(about).get("sha256")
+    if found != expected:
+        raise CheckpointError(
+            f"{path} is damaged: its sha256 is {found}, {about.name} says {expected}. "
+            f"Install {package.partition('.')[0]} again."
+        )
+    return path
+
+
 def find_checkpoint(checkpoint: str | os.PathLike[str], *, option: str = "checkpoint") -> Path:
     """Locate the file that was given to an option: the path as it is, then relative to ``RMD_DATA_DIR``.
+
+    What begins with ``pkg://`` is a :func:`packaged_file`.
 
     Raises:
         WeightsNotFoundError: if it is in neither place.
     """
+    if isinstance(checkpoint, str) and checkpoint.startswith(PACKAGED):
+        return packaged_file(checkpoint)
     given = Path(checkpoint).expanduser()
     data_dir = os.environ.get("RMD_DATA_DIR")
     places = [given.absolute()]

@@ -14,7 +14,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from rmd_plugin.atomic import replacing
-from rmd_plugin.paper.published import ADDRESS, TITLE
+from rmd_plugin.paper.order import order, rankings, smallest_lead
+from rmd_plugin.paper.published import ADDRESS, TABLES, TITLE
 from rmd_plugin.paper.result import PaperNumber
 from rmd_plugin.paper.studies import SUMMARY
 from rmd_plugin.report.table import Cell, Column, Table, to_markdown
@@ -88,6 +89,19 @@ def comparison_table(comparisons: Sequence[PaperNumber], title: str = "", *, rem
     return Table([*columns, Column("What we ran, and why it differs", "left")], rows, title=title)
 
 
+def order_table(comparisons: Sequence[PaperNumber]) -> Table | None:
+    """Who leads whom in the paper and in ours, and whether that is the same; None if the paper compares nothing."""
+    columns = [Column(title, "left") for title in ("Setting of the paper", "order in the paper", "ours", "same order")]
+    columns += [Column("smallest lead, paper"), Column("ours")]
+    rows = []
+    for item in rankings(comparisons):
+        texts = item.what, order(item.paper), order(item.ours) if item.ours else "not run"
+        same = Cell({True: "yes", False: "no", None: ""}[item.same], bold=item.same is False)
+        leads = [_number(smallest_lead(values), "") for values in (item.paper, item.ours)]
+        rows.append([*map(Cell, texts), same, *map(Cell, leads)])
+    return Table(columns, rows) if rows else None
+
+
 def reproduction_document(summaries: Sequence[StudySummary], pictures: Mapping[str, str]) -> str:
     """The document: for every study its table and pictures, what was run on what, and what was not run."""
     numbers = [item for summary in summaries for item in summary.comparisons]
@@ -98,10 +112,12 @@ def reproduction_document(summaries: Sequence[StudySummary], pictures: Mapping[s
         address=ADDRESS,
         measured=sum(item.run and not math.isnan(item.paper) for item in numbers),
         missing=sum(not item.run for item in numbers),
+        orders=[item for summary in summaries if summary.study in TABLES for item in rankings(summary.comparisons)],
         machines=_machines(summaries),
         summaries=summaries,
         pictures=pictures,
         table=lambda summary: to_markdown(comparison_table(summary.comparisons)),
+        leads=lambda summary: to_markdown(found) if (found := order_table(summary.comparisons)) else "",
     )
     return text.rstrip() + "\n"
 
@@ -138,7 +154,7 @@ def _machines(summaries: Sequence[StudySummary]) -> str:
     text += f" with {', '.join(shown)}" if shown else ""
     text += f", commit {', '.join(short)}" if short else ""
     total = sum(summary.seconds for summary in summaries if not math.isnan(summary.seconds))
-    return f"{text}; {total / 60:.0f} minutes in all."
+    return f"{text}; {total / 60:.0f} minutes in all, without trainings that were finished before."
 
 
 def _remark(item: PaperNumber) -> str:

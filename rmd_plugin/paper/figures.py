@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 
 from rmd_plugin.compare.rows import AUROC, mean, select
+from rmd_plugin.paper.order import order, rankings
 from rmd_plugin.paper.result import PaperNumber, StudyResult
 from rmd_plugin.paper.studies import SIMULATION
 from rmd_plugin.report.figures import histogram_panel
@@ -38,6 +40,8 @@ Arrays = Mapping[str, np.ndarray]
 Figures = dict[str, tuple[Figure, str]]
 
 _BOTH = ("mahalanobis", "rmd")
+#: how far above and below the middle of its setting a row of numbers stands
+_TRACK = 0.26
 _KINDS = (("id", "in-distribution", ID_COLOUR), ("ood", "OOD", DISTANCE_COLOURS["near"][0]))
 #: grey that can be read as text
 _READABLE = "#6A6A6A"
@@ -180,12 +184,13 @@ def spectrum_figure(arrays: Arrays, title: str, areas: Mapping[str, float], *, o
             _histogram(panel, arrays[f"{name}/id/scores"], arrays[f"{name}/ood/scores"], "score")
             panel.set_title(_with_area(name, areas), fontsize=SMALL + 1)
         upper, lower = grid[0][0], grid[1][0]
-        # in the lower panel: the upper one has the names of the colours
         along = lower.transAxes.inverted().transform(lower.transData.transform((threshold + 0.5, 0.0)))[0]
         place: Any = {"xycoords": ("data", "axes fraction"), "va": "top", "ha": "left" if along < 0.7 else "right"}
         note = lower.annotate(f" {threshold} leading ", (threshold + 0.5, 1.0), fontsize=SMALL, **place)
         outline(note)
-        upper.legend(loc="upper right", frameon=False, labelcolor="linecolor", handlelength=0, fontsize=SMALL)
+        # above the panel: inside of it the line of the threshold may stand anywhere
+        above: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 2, "borderaxespad": 0.2}
+        upper.legend(**above, frameon=False, labelcolor="linecolor", handlelength=0, fontsize=SMALL)
         lower.set_xlabel(f"direction, by {order}" + (" (log)" if wide else ""))
         figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE)
     return figure
@@ -213,9 +218,10 @@ def partial_figure(arrays: Arrays, title: str) -> Figure:
         left.plot(np.arange(1, len(largest) + 1), largest, color=colour("partial"), linewidth=2.6)
         right.plot(np.arange(len(smallest)), smallest, color=colour("partial"), linewidth=2.6)
         left.plot(peak + 1, largest[peak], "o", color=colour("partial"), markersize=9)
-        offset, side = ((-8, -20), "right") if peak > len(largest) // 2 else ((8, -20), "left")
-        text = f"best d = {peak + 1}: {largest[peak]:.1f}"
-        _name(left, text, (peak + 1, float(largest[peak])), offset, "#9A6A00", ha=side)
+        # above the highest point there is nothing of the curve
+        left.margins(y=0.1)
+        text, side = f"best d = {peak + 1}: {largest[peak]:.1f}", "right" if peak > len(largest) // 2 else "left"
+        _name(left, text, (peak + 1, float(largest[peak])), (0, 9), "#9A6A00", ha=side)
         for axes, which, words in (
             (left, "on the first d directions", "used"),
             (right, "on the others", "left out"),
@@ -226,8 +232,8 @@ def partial_figure(arrays: Arrays, title: str) -> Figure:
             axes.set_title(f"PMD {which}", fontsize=SMALL + 2)
             quiet_grid(axes)
         left.set_ylabel("AUROC (%)")
-        name_ends(right, [(value, f"{label(name)} {value:.1f}", colour(name)) for name, value in lines.items()])
         figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE)
+        name_ends(right, [(value, f"{label(name)} {value:.1f}", colour(name)) for name, value in lines.items()])
     return figure
 
 
@@ -239,19 +245,20 @@ def robustness_figure(trainings: Mapping[str, Arrays]) -> Figure:
     with house_style():
         figure = new_figure((6.4 * len(trainings), 7.2))
         grid = figure.subplots(2, len(trainings), squeeze=False, sharex="col", height_ratios=(1, 1.5))
+        ends: list[tuple[Axes, list[tuple[float, str, str]]]] = []
         for (top, bottom), (text, arrays) in zip(grid.T, trainings.items(), strict=True):
+            above, below = [], []
             if "accuracy" in arrays:
                 steps, train, held_out = arrays["accuracy"]
                 top.plot(steps, 100 * train, color=QUIET, linestyle=DASHES[1])
                 top.plot(steps, 100 * held_out, color=PALETTE["black"])
-                name_ends(top, [(100 * train[-1], "training", _READABLE), (100 * held_out[-1], "held-out", "#000000")])
-            ends = []
+                above = [(100 * train[-1], "training", _READABLE), (100 * held_out[-1], "held-out", "#000000")]
             for name in (*_BOTH, "msp"):
                 if name in arrays:
                     steps, values = arrays[name]
                     bottom.plot(steps, 100 * values, "o-", color=colour(name), markersize=4)
-                    ends.append((100 * values[-1], f"{label(name)} {100 * values[-1]:.1f}", colour(name)))
-            name_ends(bottom, ends)
+                    below.append((100 * values[-1], f"{label(name)} {100 * values[-1]:.1f}", colour(name)))
+            ends += [(top, above), (bottom, below)]
             top.set_title(text, fontsize=SMALL + 2)
             bottom.set_xlabel("training step")
             bottom.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -259,33 +266,41 @@ def robustness_figure(trainings: Mapping[str, Arrays]) -> Figure:
             quiet_grid(bottom)
         grid[0][0].set_ylabel("accuracy (%)")
         grid[1][0].set_ylabel("AUROC (%)")
+        for axes, names in ends:
+            name_ends(axes, names)
     return figure
 
 
 def paired_figure(numbers: Sequence[PaperNumber], names: Mapping[str, str], title: str) -> Figure:
-    """The paper's numbers and ours on one scale: hollow for the paper, filled for ours, a line for each setting."""
+    """The paper's numbers above ours on one scale, a line from one to the other; lines that cross change the order.
+
+    Beside each setting stands the order itself, in the paper and in ours.
+    """
     chosen = [item for item in numbers if item.metric in names]
     lines = list(dict.fromkeys(item.what for item in chosen))
     detectors = list(dict.fromkeys(names[item.metric] for item in chosen))
-    spread = np.linspace(0.24, -0.24, len(detectors)) if len(detectors) > 1 else np.zeros(1)
     hollow: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 1.8}
     with house_style():
-        figure = new_figure((11.0, 1.9 + 0.86 * len(lines)))
+        figure = new_figure((12.0, 1.9 + 0.86 * len(lines)))
         axes = figure.subplots()
         for item in chosen:
-            y = -lines.index(item.what) + spread[detectors.index(names[item.metric])]
+            upper, lower = -lines.index(item.what) + _TRACK, -lines.index(item.what) - _TRACK
             shade = colour(names[item.metric])
             # a number that is missing is not drawn, nor the line to it
-            axes.plot([item.paper, item.ours], [y, y], color=shade, linewidth=1.2, alpha=0.6)
-            axes.plot(item.paper, y, "o", markersize=8, color=shade, **hollow)
-            axes.plot(item.ours, y, "o", markersize=8, color=shade)
+            axes.plot([item.paper, item.ours], [upper, lower], color=shade, linewidth=1.6, alpha=0.7, zorder=2)
+            axes.plot(item.paper, upper, "o", markersize=8, color=shade, zorder=3, **hollow)
+            axes.plot(item.ours, lower, "o", markersize=8, color=shade, zorder=3)
         labels = []
-        for line in lines:
-            settings = [item.setting for item in chosen if item.what == line and item.run]
+        for place, line in enumerate(lines):
+            mine = [item for item in chosen if item.what == line]
+            settings = [item.setting for item in mine if item.run]
             network = settings[0].split(",")[0] if settings else ""
             # a stand-in must not pass for the paper's network
             remark = "\n(not run)" if not settings else f"\nours: {network}" if network not in line else ""
             labels.append(line.replace(", ", "\n", 1) + remark)
+            for offset, text, weight in _orders(mine, names):
+                at: Any = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}
+                axes.annotate(text, (1.015, offset - place), fontsize=SMALL - 2, fontweight=weight, **at)
         axes.set_yticks([-place for place in range(len(lines))], labels, fontsize=SMALL - 1)
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(-len(lines) + 0.45, 0.55)
@@ -294,13 +309,26 @@ def paired_figure(numbers: Sequence[PaperNumber], names: Mapping[str, str], titl
             axes.axhline(0.5 - place, color="#E3E3E3", linewidth=1.0)
         quiet_grid(axes, axis="x")
         handles = [axes.plot([], [], "o", color=colour(name), label=label(name))[0] for name in detectors]
-        handles += axes.plot([], [], "o", color=QUIET, label="paper", **hollow)
-        handles += axes.plot([], [], "o", color=QUIET, label="ours")
+        handles += axes.plot([], [], "o", color=QUIET, label="paper, above", **hollow)
+        handles += axes.plot([], [], "o", color=QUIET, label="ours, below")
         space = {"borderaxespad": 0.2, "handletextpad": 0.1, "columnspacing": 1.3}
         place_above: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "ncols": len(handles), **space}
         axes.legend(handles=handles, frameon=False, fontsize=SMALL, **place_above)
         figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE)
     return figure
+
+
+def _orders(items: Sequence[PaperNumber], names: Mapping[str, str]) -> Iterator[tuple[float, str, str]]:
+    """Texts beside one setting: height, the order in the paper or in ours or whether they agree, weight."""
+    titled = [replace(item, metric=f"AUROC of {label(names[item.metric])}") for item in items]
+    for ranking in rankings(titled):
+        yield _TRACK, f"paper: {order(ranking.paper)}", "normal"
+        if ranking.ours:
+            yield 0.0, "= same order" if ranking.same else "≠ other order", "bold"
+            yield -_TRACK, f"ours: {order(ranking.ours)}", "normal"
+        return
+    ours = {label(names[item.metric]): item.ours for item in items if item.run}
+    yield -_TRACK, f"ours: {order(ours)}", "normal"
 
 
 # -- pieces -----------------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ TEXT: dict[str, float] = {
 _NO_WEIGHTS = "the weights of {} cannot be fetched offline{}; ready under scale=paper"
 _NO_GPU = ", and fine-tuning them needs a GPU"
 
-#: lines that the small scale does not run: table -> line -> why
+#: lines that the small and the medium scale do not run: table -> line -> why
 NOT_RUN: dict[str, dict[Line, str]] = {
     "table1": {},
     "table2": {

@@ -146,7 +146,7 @@ class Reproduction:
             options: Any = OmegaConf.to_object(self.config.simulation)
             return simulation.run(options, seed=self.config.seed)
         if study in TABLES:
-            absent = dict(NOT_RUN[study]) if self.config.scale == "small" else {}
+            absent = dict(NOT_RUN[study]) if self.config.scale != "paper" else {}
             return tables.run(study, runs, absent | {_line(self.composed[name]): missing[name] for name in missing})
         if not runs:
             reasons = "; ".join(f"{cell_name(name)}: {reason}" for name, reason in missing.items())

@@ -22,11 +22,12 @@ from rmd_plugin.app.configs import compose_train
 from rmd_plugin.app.errors import explain
 from rmd_plugin.app.train import load_run, train
 from rmd_plugin.backbones.checkpoint import CheckpointError
+from rmd_plugin.backbones.fetch import PACKAGED
 from rmd_plugin.compare.extraction import TEST, TRAIN
 from rmd_plugin.compare.rows import ACCURACY, Row
 from rmd_plugin.paper.accuracy import read_accuracies
 from rmd_plugin.paper.result import FeatureSet, FinishedRun
-from rmd_plugin.paper.studies import cell_name, folder, reproduce_command
+from rmd_plugin.paper.studies import cell_name, config_name, reproduce_command
 from rmd_plugin.report.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def compose_experiment(experiment: str, config: DictConfig) -> DictConfig:
     Raises:
         ValueError: if the overrides of ``extra`` do not fit.
     """
-    chosen = f"experiment={folder(config.scale)}{experiment}"
+    chosen = f"experiment={config_name(experiment, config.scale)}"
     try:
         cfg = compose_train([chosen, "resume=true", f"seed={config.seed}", *map(str, config.extra)])
         content: Any = OmegaConf.to_container(cfg, resolve=False)
@@ -107,8 +108,9 @@ def describe(cfg: DictConfig, shape: tuple[int, ...], rows: Sequence[Row]) -> st
     if cfg.train:
         steps, epochs = cfg.trainer.get("max_steps") or -1, cfg.trainer.max_epochs
         parts.append(f"{steps:,} steps" if steps > 0 else "1 epoch" if epochs == 1 else f"{epochs} epochs")
-    elif cfg.backbone.get("checkpoint"):
-        parts.append("published weights")
+    elif checkpoint := cfg.backbone.get("checkpoint"):
+        own = str(checkpoint).startswith(PACKAGED)
+        parts.append("weights of scale=medium, which come with this package" if own else "published weights")
     accuracy = [row.value for row in rows if row.metric == ACCURACY and row.ok]
     if accuracy:
         parts.append(f"accuracy {100 * accuracy[0]:.1f} %")

@@ -16,7 +16,7 @@ from rich.table import Table
 
 #: what a study leaves in its folder when it is finished
 SUMMARY = "study.json"
-SCALES = ("small", "paper")
+SCALES = ("small", "medium", "paper")
 SIMULATION = "simulation"
 
 
@@ -25,7 +25,7 @@ class Study:
     """One part of the paper, and its experiments: ``simulation`` stands for its samples."""
 
     about: str
-    small: tuple[str, ...] = ()  #: as below ``conf/experiment``
+    small: tuple[str, ...] = ()  #: as below ``conf/experiment``; those of the medium scale too
     paper: tuple[str, ...] = ()  #: as below ``conf/experiment/paper``
 
 
@@ -40,12 +40,19 @@ STUDIES = {
     "table3": Study("Table 3: fine-tuned models"),
     "spectrum": Study(
         "Figure 1: MD and RMD along the eigen-directions",
-        (SIMULATION, "table2/cifar100_efficientnet", "table1/cifar10", "table2/clinc", "robustness/digits"),
+        (
+            SIMULATION,
+            "table1/cifar100",
+            "table2/cifar100_efficientnet",
+            "table1/cifar10",
+            "table2/clinc",
+            "robustness/digits",
+        ),
         (SIMULATION, "table1/cifar100", "table1/cifar10", "table2/clinc", "robustness/digits"),
     ),
     "partial": Study(
         "Appendix C: the partial Mahalanobis distance for every d",
-        ("table2/cifar100_efficientnet", "table1/cifar10", "table2/clinc"),
+        ("table1/cifar100", "table2/cifar100_efficientnet", "table1/cifar10", "table2/clinc"),
         ("table1/cifar100", "table1/cifar10", "table2/clinc"),
     ),
     "flows": Study(
@@ -83,14 +90,22 @@ ConfigStore.instance().store("simulation_options", SimulationOptions)
 def experiments(study: str, scale: str) -> list[str]:
     """The experiments of a study as named below the scale's folder; Hydra must be initialised."""
     if not study.startswith("table"):
-        return list(getattr(STUDIES[study], scale))
-    group = GlobalHydra.instance().config_loader().get_group_options(f"experiment/{folder(scale)}{study}")
-    return [f"{study}/{name}" for name in group]
+        return list(getattr(STUDIES[study], "paper" if scale == "paper" else "small"))
+    return [f"{study}/{name}" for name in _shipped("paper/" if scale == "paper" else "", study)]
 
 
-def folder(scale: str) -> str:
-    """Where the experiments of a scale lie, below ``conf/experiment``."""
-    return "paper/" if scale == "paper" else ""
+def config_name(experiment: str, scale: str) -> str:
+    """What ``experiment=`` is for an experiment at a scale; the medium one has its own for some, else the small ones.
+
+    Hydra must be initialised.
+    """
+    study, _, name = experiment.partition("/")
+    own = scale == "paper" or (scale == "medium" and name in _shipped("medium/", study))
+    return f"{scale}/{experiment}" if own else experiment
+
+
+def _shipped(folder: str, study: str) -> list[str]:
+    return GlobalHydra.instance().config_loader().get_group_options(f"experiment/{folder}{study}")
 
 
 def cell_name(experiment: str) -> str:
@@ -124,7 +139,8 @@ def check_cells(studies: Iterable[str], scale: str, cells: Iterable[object] | No
 
 def list_studies(root: Path) -> None:
     """Print what can be run, and what was."""
-    table = Table(box=None, pad_edge=False, title="rmd-reproduce study=NAME scale=small|paper", title_justify="left")
+    table = Table(box=None, pad_edge=False, title_justify="left")
+    table.title = f"rmd-reproduce study=NAME scale={'|'.join(SCALES)}"
     for title in ("study", "of the paper", "cells (small)", "done"):
         table.add_column(title, justify="left")
     for name, study in STUDIES.items():

@@ -143,9 +143,9 @@ def partial_sums_figure(directions: Directions, ood: str, *, title: str = "") ->
 def _finish(axes: Axes, x: str, y: str, title: str, ends: Sequence[tuple[float, str, str]]) -> None:
     axes.set(xlabel=x, ylabel=y)
     style.quiet_grid(axes, axis="y")
-    style.name_ends(axes, ends)
     if title:
         axes.set_title(title, fontsize=style.SMALL + 2)
+    style.name_ends(axes, ends)
 
 
 def _direction_axis(axes: Axes, count: int) -> None:

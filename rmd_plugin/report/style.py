@@ -6,7 +6,6 @@ Figures are made by matplotlib's object interface with the Agg canvas; ``matplot
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -41,6 +40,8 @@ QUIET = "#9A9A9A"
 
 SLIDE = (10.0, 5.625)  # 16:9
 BODY, SMALL, TITLE = 14.0, 12.0, 16.0
+#: height of a line of text with its white rim, in sizes of its letters
+_LINE = 1.4
 
 _SETTINGS: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so a picture is the same everywhere
@@ -101,17 +102,24 @@ def outline(text: Text) -> None:
 def name_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Names to the right of the panel, at the heights of their lines' ends, moved apart where they would meet.
 
-    ``ends`` are height, name and colour of each line.
+    None stands above or below the panel; where it has no room for all, they are smaller. Call it when everything else
+    is in the figure: the room is measured. ``ends`` are height, name and colour of each line.
     """
-    bottom, top = axes.get_ylim()
-    axes.set_ylim(bottom, top)
-    gap = 0.075 * (top - bottom)
-    height = -math.inf
+    if not ends:
+        return
+    axes.set_ylim(axes.get_ylim())
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # the size of the panel is known from here on
+    panel = axes.get_window_extent()
+    room = 72 * panel.height / axes.figure.dpi  # in points, as the size of letters
+    size = min(SMALL, room / (_LINE * len(ends)))
+    gap = _LINE * size / room
+    height = -gap / 2
     for place, (value, name, tint) in enumerate(sorted(ends, key=lambda end: end[0]), start=1):
+        at = (axes.transData.transform((axes.get_xlim()[1], value))[1] - panel.y0) / panel.height
         # above the one before, with room for those to come
-        height = min(max(value, bottom, height + gap), top - gap * (len(ends) - place))
+        height = min(max(at, height + gap), 1 - gap / 2 - gap * (len(ends) - place))
         text = axes.annotate(
-            name, (1.015, height), xycoords=("axes fraction", "data"), color=tint, va="center", fontsize=SMALL,
+            name, (1.015, height), xycoords="axes fraction", color=tint, va="center", fontsize=size,
             fontweight="bold", annotation_clip=False,
         )  # fmt: skip
         outline(text)

@@ -1,6 +1,8 @@
 """What every backbone promises: encoder and head, freezing, checkpoints, fingerprints."""
 
 import copy
+import hashlib
+import json
 import pickle
 import re
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from rmd_plugin import backbones
@@ -252,6 +255,30 @@ def test_a_missing_checkpoint_names_the_option_it_was_given_to(tmp_path: Path) -
         build("mlp", checkpoint=tmp_path / "a.pt")
     with pytest.raises(WeightsNotFoundError, match=r"^ckpt_path '.*a\.pt' not found.* Give ckpt_path the path"):
         find_checkpoint(tmp_path / "a.pt", option="ckpt_path")
+
+
+def test_weights_inside_a_package_are_taken_only_with_the_hash_that_stands_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "some_package" / "weights"
+    folder.mkdir(parents=True)
+    (tmp_path / "some_package" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    address = "pkg://some_package/weights/mlp.safetensors"
+    with pytest.raises(WeightsNotFoundError, match=r"mlp\.safetensors \(not there\).*Install some_package again"):
+        build("mlp", checkpoint=address)
+    with pytest.raises(WeightsNotFoundError, match="Install no_such_package again"):
+        build("mlp", checkpoint="pkg://no_such_package/mlp.safetensors")
+    source = build("mlp", num_classes=3)
+    save_file(source.state_dict(), folder / "mlp.safetensors")
+    with pytest.raises(WeightsNotFoundError, match=r"mlp\.json \(not there\)"):
+        build("mlp", checkpoint=address)
+    content = (folder / "mlp.safetensors").read_bytes()
+    (folder / "mlp.json").write_text(json.dumps({"sha256": hashlib.sha256(content).hexdigest()}))
+    assert build("mlp", checkpoint=address).fingerprint() == source.fingerprint()
+    (folder / "mlp.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"is damaged: its sha256 is .* Install some_package again"):
+        build("mlp", checkpoint=address)
 
 
 @every_backbone

@@ -34,9 +34,10 @@ from rmd_plugin.paper.reproduce_job import run
 from rmd_plugin.paper.result import FinishedRun
 from rmd_plugin.paper.runs import compose_experiment, finish
 from rmd_plugin.paper.simulation import simulated_features
-from rmd_plugin.paper.studies import STUDIES, cell_name, chosen_studies, experiments
+from rmd_plugin.paper.studies import SCALES, STUDIES, cell_name, chosen_studies, config_name, experiments
 from rmd_plugin.report.run_folder import RunFolder
 
+MEDIUM = sorted((config_kit.CONF / "experiment" / "medium").rglob("*.yaml"))
 QUICK = ("limit_train=120", "limit_test=40", "trainer.max_epochs=1", "resamples=0", "figures=false")
 
 
@@ -77,7 +78,7 @@ def arguments(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", ["small", "paper"])
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("folder", [*TABLES, "robustness"])
 def test_every_shipped_experiment_composes_and_fits_what_it_names(hydra, tmp_path, scale, folder):
     config = make_config(tmp_path, f"scale={scale}")
@@ -97,12 +98,12 @@ def test_every_shipped_experiment_composes_and_fits_what_it_names(hydra, tmp_pat
             lines.append((cfg.paper.benchmark, cfg.paper.backbone))
     if folder in TABLES:
         # every line of a table is run, or is said not to be
-        lines += NOT_RUN[folder] if scale == "small" else []
+        lines += NOT_RUN[folder] if scale != "paper" else []
         assert sorted(lines) == sorted((row.benchmark, row.backbone) for row in TABLES[folder])
 
 
 def test_all_experiments_of_all_studies_are_shipped(hydra):
-    for scale in ("small", "paper"):
+    for scale in SCALES:
         there = {f"{folder}/{path.stem}" for folder in [*TABLES, "robustness"] for path in shipped(folder, scale)}
         assert {name for study in STUDIES for name in experiments(study, scale)} - {"simulation"} == there
 
@@ -111,9 +112,26 @@ def shipped(folder, scale):
     return (config_kit.CONF / "experiment" / ("paper" if scale == "paper" else "") / folder).glob("*.yaml")
 
 
+def test_the_medium_scale_has_its_own_for_some_experiments_and_the_small_ones_for_the_others(hydra, tmp_path):
+    own = {path.relative_to(config_kit.CONF / "experiment" / "medium").with_suffix("").as_posix() for path in MEDIUM}
+    used = {name for study in STUDIES for name in experiments(study, "medium")} - {"simulation"}
+    assert own < used  # none lies there in vain
+    assert {name for name in used if config_name(name, "medium") == f"medium/{name}"} == own
+    assert {config_name(name, "medium") for name in used - own} == used - own
+    config = make_config(tmp_path, "scale=medium")
+    assert config.scale == "medium"
+    cifar, clinc, genomics = (
+        compose_experiment(name, config) for name in ("table1/cifar100", "table3/clinc", "table1/genomics")
+    )
+    # all of the data at hand, and the paper's number of filters
+    assert [(cfg.limit_train, cfg.limit_test) for cfg in (cifar, clinc)] == [(None, None)] * 2
+    assert (cifar.train, cifar.monitor, genomics.backbone.filters) == (True, [], 2000)
+    assert compose_experiment("robustness/digits", config).trainer.max_epochs == 15
+
+
 def test_the_first_line_after_the_package_is_the_command():
     files = [path for path in (config_kit.CONF / "experiment").rglob("*.yaml") if not path.stem.startswith("_")]
-    assert len(files) == 28
+    assert len(files) == 28 + len(MEDIUM)
     for path in files:
         name = path.relative_to(config_kit.CONF / "experiment").with_suffix("").as_posix()
         assert path.read_text().splitlines()[:2] == ["# @package _global_", f"# rmd-train experiment={name}"]
@@ -330,7 +348,7 @@ def toy_simulation(**changes):
         ("simulation.sigma=[1]", "simulation.sigma=[1]: Value '[1]' of type 'list' could not be converted to Float."),
         ("simulation.sweep_dims=4", "simulation.sweep_dims=4: Invalid value assigned: int is not a ListConfig"),
         ("seed=abc", "seed must be a whole number, got 'abc'."),
-        ("scale=huge", "there is no scale=huge. There are: paper, small."),
+        ("scale=huge", "there is no scale=huge. There are: medium, paper, small."),
     ],
 )
 def test_options_of_the_wrong_kind_end_with_one_sentence(tmp_path, monkeypatch, capsys, word, sentence):

@@ -10,7 +10,7 @@ from test_feature_studies import make_features
 from rmd_plugin.compare.rows import Row
 from rmd_plugin.paper import flows, partial, robustness, simulation, spectrum, tables
 from rmd_plugin.paper.document import StudySummary, comparison_table, reproduction_document, write_document
-from rmd_plugin.paper.figures import make_figures
+from rmd_plugin.paper.figures import make_figures, paired_figure, robustness_figure, spectrum_figure
 from rmd_plugin.paper.published import CIFAR10, CIFAR100, GENOMICS, TABLES, TEXT
 from rmd_plugin.paper.result import FeatureSet, FinishedRun, PaperNumber
 from rmd_plugin.paper.studies import SimulationOptions
@@ -172,6 +172,63 @@ def test_a_number_outside_the_picture_does_not_happen(results):
     low, high = figure.axes[0].get_xlim()
     numbers = [n for item in results["table1"].comparisons if "AUROC" in item.metric for n in (item.paper, item.ours)]
     assert all(low <= number <= high for number in numbers if not math.isnan(number))
+
+
+def boxes(texts):
+    return [text.get_window_extent() for text in texts if text.get_text()]
+
+
+def test_names_of_lines_stay_beside_their_panel_and_apart_from_each_other():
+    """All lines end at the top, where the names have the least room."""
+    run = make_curves()
+    high = [{**row, "value": 0.99 + row["value"] / 100} for row in run.history]
+    curves = robustness.auroc_curves(replace(run, history=high))
+    accuracy = {"accuracy": np.array([[1, 2], [0.1, 1.0], [0.1, 1.0]])}
+    figure = robustness_figure({name: {**accuracy, **curves} for name in ("a", "b")})
+    figure.draw_without_rendering()
+    assert [len(axes.texts) for axes in figure.axes] == [2, 2, 3, 3]
+    every = [box for axes in figure.axes for box in boxes(axes.texts)]
+    assert not any(one.overlaps(other) for k, one in enumerate(every) for other in every[:k])
+    for axes in figure.axes:
+        panel = axes.get_window_extent()
+        for box in boxes(axes.texts):
+            assert panel.y0 - 1 <= box.y0 < box.y1 <= panel.y1 + 1
+            assert panel.x1 < box.x0 < box.x1 <= figure.bbox.x1
+
+
+@pytest.mark.parametrize("threshold", [1, 60, 190])
+def test_the_names_of_the_colours_never_stand_on_the_line_of_the_threshold(threshold):
+    """Wherever it is: for EfficientNet it is at the right, where a legend would be."""
+    curve = np.linspace(1, 2, 200)
+    kinds = [f"{name}/{kind}" for name in ("mahalanobis", "rmd") for kind in ("id", "ood")]
+    arrays = {f"{key}/{part}": curve for key in kinds for part in ("mean", "low", "high", "scores")}
+    areas = {"mahalanobis": 0.5, "rmd": 0.6}
+    figure = spectrum_figure({**arrays, "threshold": np.array(threshold)}, "a title", areas, order="variance")
+    figure.draw_without_rendering()
+    upper, _, lower, _ = figure.axes
+    legend, title = upper.get_legend().get_window_extent(), upper._left_title.get_window_extent()
+    assert legend.y0 >= upper.get_window_extent().y1 - 1
+    assert not legend.overlaps(title)
+    (note,) = boxes(lower.texts)
+    panel = lower.get_window_extent()
+    assert panel.x0 <= note.x0 < note.x1 <= panel.x1
+
+
+def test_lines_cross_in_the_figure_of_a_table_exactly_if_the_order_changes(results):
+    comparisons = [item for item in results["table1"].comparisons if item.run and "AUROC" in item.metric]
+    names = {"AUROC of MD": "mahalanobis", "AUROC of RMD": "rmd", "AUROC of MSP": "msp"}
+    for change, words in ((0, "= same order"), (30, "≠ other order")):
+        moved = [replace(item, ours=item.paper - change * (item.metric == "AUROC of RMD")) for item in comparisons]
+        figure = paired_figure(moved, names, "title")
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        ends = [line.get_xdata() for line in axes.lines if len(line.get_xdata()) == 2 and line.get_alpha()]
+        crossing = any((a[0] - b[0]) * (a[1] - b[1]) < 0 for a in ends for b in ends)
+        assert crossing == (change > 0)
+        assert [text.get_text() for text in axes.texts][1] == words
+        every = boxes(axes.texts)
+        assert not any(one.overlaps(other) for k, one in enumerate(every) for other in every[:k])
+        assert all(box.x1 <= figure.bbox.x1 for box in every)
 
 
 # -- the document -----------------------------------------------------------------------------------------------------
