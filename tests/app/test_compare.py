@@ -266,7 +266,7 @@ def test_a_multirun_makes_one_folder_per_job(run, tmp_path):
     [
         (["device=cuda:99"], "device=cuda:99 cannot be used here"),
         (["device=abacus"], "device=abacus cannot be used here"),
-        (["head=mlp"], "head must be auto, own, linear_probe or null, got 'mlp'"),
+        (["head=mlp"], "head must be auto, own, linear_probe, linear_discriminant or null, got 'mlp'"),
         (["head=own", "backbone.num_classes=7"], "identity has a head for 7 classes and simulation has 2 classes"),
         (["detector=[]"], "no detector is chosen"),
         (["batch_size=0"], "batch_size must be >= 1"),
