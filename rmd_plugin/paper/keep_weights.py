@@ -11,9 +11,10 @@ import hashlib
 import json
 import sys
 from pathlib import Path
+from typing import cast
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save
 
 from rmd_plugin.app.parts import make_benchmark
@@ -52,7 +53,9 @@ def keep_weights(run: Path, name: str, folder: Path = WEIGHTS) -> Path:
         "optimizer": config["optimizer"],
         "batch_size": config["batch_size"],
         "benchmark": config["benchmark"],
-        "data": repr(make_benchmark(OmegaConf.load(source.file(CONFIG)))),  # how many samples there were
+        "data": repr(
+            make_benchmark(cast(DictConfig, OmegaConf.load(source.file(CONFIG))))
+        ),  # how many samples there were
         "seed": config["seed"],
         "test_accuracy": next(row.value for row in source.read_rows() if row.metric == ACCURACY and row.ok),
         "licence": f"trained by the rmd-plugin developers on {config['names']['benchmark']}: Apache-2.0, as the "
