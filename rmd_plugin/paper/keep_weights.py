@@ -41,6 +41,7 @@ def keep_weights(run: Path, name: str, folder: Path = WEIGHTS) -> Path:
     half = {key: value.half().contiguous() if value.is_floating_point() else value for key, value in state.items()}
     content = save({key.removeprefix("backbone."): value for key, value in half.items()})
     config, versions = source.read_config(), source.read_versions()
+    benchmark = make_benchmark(cast(DictConfig, OmegaConf.load(source.file(CONFIG))))
     about = {
         "sha256": hashlib.sha256(content).hexdigest(),
         "command": versions["command"],
