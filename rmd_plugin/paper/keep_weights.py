@@ -54,11 +54,7 @@ def keep_weights(run: Path, name: str, folder: Path = WEIGHTS) -> Path:
         "optimizer": config["optimizer"],
         "batch_size": config["batch_size"],
         "benchmark": config["benchmark"],
-<<<<<<< HEAD
-        "data": repr(make_benchmark(cast(DictConfig, OmegaConf.load(source.file(CONFIG))))),  # with sizes
-=======
         "data": repr(benchmark),  # how many samples there were
->>>>>>> repro
         "seed": config["seed"],
         "test_accuracy": next(row.value for row in source.read_rows() if row.metric == ACCURACY and row.ok),
         "licence": f"trained by the rmd-plugin developers on {config['names']['benchmark']}: Apache-2.0, as the "
