@@ -1,11 +1,13 @@
 """One way to compose the shipped configs in tests, and to run the commands in this process or in one of their own."""
 
+import inspect
 import os
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -91,3 +93,10 @@ def start(module, folder, *arguments, **more):
         cwd=folder, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
+
+
+def arguments(kind):
+    """The names of the arguments of a class, those of a typed ``**options`` one by one."""
+    for name, parameter in inspect.signature(kind).parameters.items():
+        typed = get_args(parameter.annotation) if parameter.kind is parameter.VAR_KEYWORD else ()
+        yield from typed[0].__annotations__ if typed else [name]

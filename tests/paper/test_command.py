@@ -1,12 +1,10 @@
 """rmd-reproduce: its experiments, and the command from end to end at toy size."""
 
-import inspect
 import json
 import shlex
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 
 import config_kit
 import pytest
@@ -67,13 +65,6 @@ def extra(*texts):
     return "extra=[" + ",".join(f'"{text}"' for text in texts) + "]"
 
 
-def arguments(kind):
-    """The names of the arguments of a class, those of a typed ``**options`` one by one."""
-    for name, parameter in inspect.signature(kind).parameters.items():
-        typed = get_args(parameter.annotation) if parameter.kind is parameter.VAR_KEYWORD else ()
-        yield from typed[0].__annotations__ if typed else [name]
-
-
 # -- experiments ------------------------------------------------------------------------------------------------------
 
 
@@ -90,7 +81,7 @@ def test_every_shipped_experiment_composes_and_fits_what_it_names(hydra, tmp_pat
         assert cfg.paper.reason or scale == "paper"  # another setting than the paper's must say so
         for node in (cfg.benchmark, cfg.backbone):
             kinds = [kind for kind in get_class(node._target_).__mro__ if kind.__module__.startswith("rmd_plugin")]
-            taken = {argument for kind in kinds for argument in arguments(kind)}
+            taken = {argument for kind in kinds for argument in config_kit.arguments(kind)}
             assert {str(key) for key in node if not key.startswith("_")} <= taken, name
         if cfg.train:
             assert make_callbacks(cfg)
