@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from guard_kit import picture_guard
 from test_readme import README, blocks, run, shell_lines
 
 import rmd_plugin
@@ -57,6 +58,24 @@ def test_pages_repeat_the_blocks_of_the_readme_word_by_word():
     for page in ("lightning.md", "deploy.md"):
         block = blocks("python", page=(DOCS / page).read_text())[0]
         assert block in shown
+
+
+def test_the_options_of_the_monitor_on_its_page_are_its_own():
+    text = (DOCS / "lightning.md").read_text()
+    table = text[text.index("| option |") :].split("\n\n")[0]
+    parameters = inspect.signature(rmd_plugin.OODMonitor).parameters
+    first_cells = " ".join(row.split("|")[1] for row in table.splitlines()[2:])
+    assert set(re.findall(r"`(\w+)`", first_cells)) <= set(parameters)
+    refit = next(row for row in table.splitlines() if row.startswith("| `refit`"))
+    for value in re.findall(r'`"(\w+)"`', refit):
+        rmd_plugin.OODMonitor(["rmd"], refit=value)  # refuses another word
+
+
+def test_the_page_on_guards_names_the_files_that_there_are(tmp_path):
+    picture_guard().save(tmp_path / "guard", onnx=False)
+    table = (DOCS / "deploy.md").read_text().split("| in the folder |")[1].split("\n\n")[0]
+    named = set(re.findall(r"`([\w.]+)`", " ".join(row.split("|")[1] for row in table.splitlines()[2:])))
+    assert {path.name for path in (tmp_path / "guard").iterdir()} == named - {"model.onnx"}
 
 
 def test_the_block_of_the_first_page_runs():

@@ -95,8 +95,8 @@ def evaluate(cfg: DictConfig, extractor: Extractor, folder: RunFolder, *, remark
 
 def _report(extractor: Extractor, result: Comparison, folder: RunFolder) -> None:
     """Write the page about the run, and what it shows beside the numbers."""
-    if {"rmd", "mahalanobis"} & result.scores.keys():
-        folder.write_directions(direction_terms(extractor))
+    if terms := direction_terms(extractor, result.detectors):
+        folder.write_directions(terms)
     if samples := collect_samples(result.rows, result.scores, extractor.raw):
         folder.write_samples(samples)
     from rmd_plugin.report.page import write_report  # imports matplotlib

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rmd_plugin.atomic import replacing
 from rmd_plugin.compare.rows import ACCURACY, AUROC, Row, select, unique
 from rmd_plugin.report.cards import Card
-from rmd_plugin.report.choice import choose
+from rmd_plugin.report.choice import Choice, choose
 from rmd_plugin.report.document import Picture, picture, render
 from rmd_plugin.report.figures import calibration_figure, histogram_figure
 from rmd_plugin.report.names import LABELS, LONG_NAMES, OURS, label
@@ -89,14 +89,15 @@ def render_report(run: RunFolder) -> str:
         about = status.about.get(attribute, "") if status is not None else ""
         return ", ".join(unique(rows, attribute)) or str(about)
 
+    choice = part(choose, rows) if _one_comparison(rows) else None
     return render(
         "report.html",
         title=", ".join(filter(None, (names("benchmark"), names("backbone")))) or "A run without results",
         seed=names("seed"),
         status=status,
-        tiles=part(_key_figures, rows, status),
-        advice=part(_advice, rows),
-        commands=part(_commands, rows, run, status, str(versions.get("command", ""))),
+        tiles=part(_key_figures, rows, choice, status),
+        advice=part(_advice, choice),
+        commands=part(_commands, choice, run, status, str(versions.get("command", ""))),
         words=part(_words, rows),
         tables=part(lambda: [table for table in comparison_tables(rows) if table.rows or table.notes]),
         decisions=part(decision_tables, rows),
@@ -111,10 +112,9 @@ def render_report(run: RunFolder) -> str:
     )
 
 
-def _key_figures(rows: Sequence[Row], status: RunStatus | None) -> list[tuple[str, str, str]]:
+def _key_figures(rows: Sequence[Row], choice: Choice | None, status: RunStatus | None) -> list[tuple[str, str, str]]:
     """Name, number and small print of each: the detector to take, what it finds and flags, then the rest."""
     items = []
-    choice = choose(rows) if _one_comparison(rows) else None
     if choice is not None:
         where = "near-OOD AUROC" if choice.judged == "near" else "AUROC"
         items.append(("Take", label(choice.detector), f"highest {where}: {percent(choice.auroc)} %"))
@@ -134,9 +134,8 @@ def _key_figures(rows: Sequence[Row], status: RunStatus | None) -> list[tuple[st
     return items
 
 
-def _advice(rows: Sequence[Row]) -> list[str]:
+def _advice(choice: Choice | None) -> list[str]:
     """Why this detector, in sentences."""
-    choice = choose(rows) if _one_comparison(rows) else None
     if choice is None:
         return []
     sets = "near-OOD sets" if choice.judged == "near" else "OOD sets"
@@ -155,9 +154,8 @@ def _advice(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _commands(rows: Sequence[Row], run: RunFolder, status: RunStatus | None, command: str) -> list[tuple[str, str]]:
+def _commands(choice: Choice | None, run: RunFolder, status: RunStatus | None, command: str) -> list[tuple[str, str]]:
     """What to do next: a sentence and a command each."""
-    choice = choose(rows) if _one_comparison(rows) else None
     names = {key: status.about.get(key) for key in ("benchmark", "backbone")} if status is not None else {}
     if choice is None or not all(names.values()):
         return []
@@ -169,11 +167,11 @@ def _commands(rows: Sequence[Row], run: RunFolder, status: RunStatus | None, com
     own = (
         "Make a guard of it, one folder that scores new data (with the benchmark.* and backbone.* options of this run):"
     )
-    program = "rmd-train" if "rmd-train" in command else "rmd-compare"
+    job = "train" if "rmd-train" in command else "compare"
     return [
         (own, shlex.join([*parts, "out=guard"])),
         ("Then score data that nobody has labelled:", "rmd-score guard FOLDER"),
-        ("See whether the order holds over seeds:", f"{program} -m seed=0,1,2,3,4 && rmd-report multirun"),
+        ("See whether the order holds over seeds:", f"rmd-{job} -m seed=0,1,2,3,4 && rmd-report multirun/{job}"),
     ]
 
 

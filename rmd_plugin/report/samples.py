@@ -122,10 +122,10 @@ def sample_cards(samples: Samples, rows: Sequence[Row]) -> list[tuple[SampleGrou
     """Each group with its cards; flagged is what lies above the threshold of the smallest level, if there is one."""
     found = [row for alpha in levels(rows) for row in select(rows, metric=at_level(THRESHOLD, alpha), status="ok")]
     threshold = next((row.value for row in found if row.detector == samples.detector), math.inf)
-    return [(group, [_card(sample, group.ood, threshold) for sample in group.samples]) for group in samples.groups]
+    return [(group, [_card(sample, threshold) for sample in group.samples]) for group in samples.groups]
 
 
-def _card(sample: Sample, ood: str, threshold: float) -> Card:
+def _card(sample: Sample, threshold: float) -> Card:
     details = [f"score {sample.score:.4g}".replace("-", "−")]
     return make_card(
         sample.label or f"no. {sample.position}", details, sample.score > threshold, sample.picture or sample.text
