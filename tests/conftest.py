@@ -8,8 +8,14 @@ from pathlib import Path
 # some virtual machines announce AMX and then stop a program that uses it; oneDNN reads this when torch is imported
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import hypothesis
 import pytest
 import torch
+
+# CI draws the same examples each time: what it fails on fails here too (`CI=1 pytest`); without it, new ones are drawn
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("new", deadline=None)
+hypothesis.settings.load_profile("same" if os.environ.get("CI") else "new")
 
 # small tensors: a second thread costs more than it brings, and far more on a busy machine; commands in processes of
 # their own too

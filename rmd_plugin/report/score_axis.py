@@ -12,6 +12,8 @@ import numpy as np
 _CLIP = (0.005, 0.995)
 #: scores that reach further than so many widths of the crowd stand on a stretched axis
 _REACH = 8.0
+#: differences below this share of the scores are rounding
+_TINY = 1e-9
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,10 @@ def score_axis(arrays: Sequence[np.ndarray], crowd: np.ndarray) -> ScoreAxis:
     finite = [array[np.isfinite(array)] for array in arrays]
     values = np.concatenate([*finite, np.empty(0)]).astype(np.float64)
     low, high = map(float, np.quantile(values, _CLIP)) if len(values) else (0.0, 1.0)
-    if not high > low:
-        low, high = low - 0.5, high + 0.5
+    size = max(abs(low), abs(high))
+    if not high - low > _TINY * max(size, 1e-200):  # as good as equal: bins between them would have no width
+        half = max(0.5, _TINY * size)
+        low, high = low - half, high + half
     # a bin of a small set would hold one score or none
     bins = min(40, max(8, int(2 * min(map(len, finite), default=0) ** 0.5)))
     crowd = crowd[np.isfinite(crowd)].astype(np.float64)
@@ -69,7 +73,7 @@ def score_axis(arrays: Sequence[np.ndarray], crowd: np.ndarray) -> ScoreAxis:
         centre = float(np.median(crowd))
         # of scores that are mostly equal the middle half has no width
         widths = [float(np.diff(np.quantile(crowd, [tail, 1 - tail]))[0]) / 2 for tail in (0.25, 0.1, 0.02)]
-        width = next((width for width in widths if width > 1e-6 * (high - low)), 0.0)
+        width = next((width for width in widths if width > max(1e-6 * (high - low), _TINY * size)), 0.0)
         if width and high - low > 2 * _REACH * width:
             first, last = np.arcsinh((np.array([low, high]) - centre) / width)
             return ScoreAxis(centre + width * np.sinh(np.linspace(first, last, bins + 1)), centre, width)

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rmd_plugin.report.score_axis import score_axis
@@ -29,6 +29,10 @@ def test_softmax_scores_that_crowd_at_one_end_are_spread():
     assert np.histogram(crowd, axis.edges)[0].max() < 250
 
 
+@example([0.0, 5e-324], 0.0)
+@example([1e6, 1e6 + 2e-10], 1e6)
+@example([1e6, 1e6 + 1e-9, 1e6 + 2e-9], 1e6 + 1e-2)
+@example([1e20, 1e20], 1e20)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=60), st.floats(-1e9, 1e9))
 def test_places_keep_the_order_and_ticks_stand_where_they_say(values, other):
     crowd = np.array(values)
