@@ -16,7 +16,8 @@ from rmd_plugin.report.run_folder import RunFolder
 
 #: dropout, shuffling, a learning rate that changes, validation inside of epochs, all of it in seconds
 OPTIONS = [
-    "backbone=mlp", "backbone.hidden=[8]", "backbone.dropout=0.3", "optimizer=sgd", "optimizer.optimizer.lr=0.05",
+    "benchmark=digits", "backbone=mlp", "backbone.hidden=[8]",
+    "backbone.dropout=0.3", "optimizer=sgd", "optimizer.optimizer.lr=0.05",
     "callbacks=[default,lr_monitor]", "detector=[rmd,mahalanobis,msp]", "weights=last", "trainer.max_epochs=4",
     "trainer.val_check_interval=0.5", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
     "trainer.log_every_n_steps=1", "limit_train=150", "limit_test=40", "batch_size=32", "figures=false", "resamples=5",

@@ -25,6 +25,7 @@ _EXPORTS = {
     "HFDataset": "hf_dataset",
     "ImageFolder": "image_folder",
     "ImageRows": "sources",
+    "Intents": "intents",
     "OODBenchmark": "base",
     "OODSet": "splits",
     "Parts": "splits",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .genomics import Genomics
     from .hf_dataset import HFDataset
     from .image_folder import ImageFolder
+    from .intents import Intents
     from .simulation import Simulation
     from .sources import ImageRows, TensorRows, Texts
     from .splits import OODSet, Parts, Split

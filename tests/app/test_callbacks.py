@@ -13,7 +13,8 @@ from rmd_plugin.report.run_folder import RunFolder
 pytestmark = pytest.mark.filterwarnings("default")
 
 TINY = [
-    "backbone=mlp", "backbone.hidden=[8]", "limit_train=80", "limit_test=30", "figures=false", "resamples=5",
+    "benchmark=digits", "backbone=mlp", "backbone.hidden=[8]",
+    "limit_train=80", "limit_test=30", "figures=false", "resamples=5",
     "logger=none", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "detector=[rmd,msp]",
 ]  # fmt: skip
 

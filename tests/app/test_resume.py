@@ -15,7 +15,8 @@ from rmd_plugin.report.run_folder import RunFolder
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
 
 TINY = [
-    "backbone=mlp", "backbone.hidden=[8]", "backbone.dropout=0.3", "limit_train=80", "limit_test=30", "figures=false",
+    "benchmark=digits", "backbone=mlp", "backbone.hidden=[8]",
+    "backbone.dropout=0.3", "limit_train=80", "limit_test=30", "figures=false",
     "resamples=5", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "detector=[rmd,msp]",
     "trainer.max_epochs=3",
 ]  # fmt: skip

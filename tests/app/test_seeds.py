@@ -28,7 +28,7 @@ VECTORS = ["benchmark=simulation", "benchmark.dim=6", "limit_train=80", "limit_t
 #: backbone -> what it is run on, and how it is made here: without downloads, and small where that is an option
 BACKBONES = {
     "identity": VECTORS,
-    "mlp": ["benchmark=digits", "limit_train=120", "limit_test=30"],
+    "mlp": ["benchmark=intents", "limit_train=300", "limit_test=150"],
     "small_cnn": ["benchmark=digits", "limit_train=120", "limit_test=30"],
     "bert": ["benchmark=clinc150", "backbone.name=DATA/bert", "backbone.max_length=16"],
     "hf": ["benchmark=clinc150", "backbone.name=DATA/bert", "backbone.max_length=16"],

@@ -12,7 +12,7 @@ from rmd_plugin.compare.rows import read_rows
 from rmd_plugin.report.run_folder import RunFolder
 
 #: small enough for seconds, large enough to be a real training
-TINY = ["trainer.max_epochs=2", "detector=[rmd,mahalanobis,msp]", "figures=false", "resamples=50"]
+TINY = ["benchmark=digits", "trainer.max_epochs=2", "detector=[rmd,mahalanobis,msp]", "figures=false", "resamples=50"]
 
 
 def run(folder, *arguments, check=True):

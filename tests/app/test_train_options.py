@@ -19,7 +19,8 @@ from rmd_plugin.report.run_folder import RunFolder
 pytestmark = pytest.mark.filterwarnings("default")
 
 TINY = [
-    "backbone=mlp", "backbone.hidden=[8]", "limit_train=80", "limit_test=30", "trainer.max_epochs=1", "figures=false",
+    "benchmark=digits", "backbone=mlp", "backbone.hidden=[8]",
+    "limit_train=80", "limit_test=30", "trainer.max_epochs=1", "figures=false",
     "resamples=5", "logger=none", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
     "detector=[rmd,mahalanobis,msp]",
 ]  # fmt: skip

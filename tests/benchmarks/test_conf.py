@@ -37,7 +37,7 @@ def composed(name, *overrides):
 
 
 def test_there_is_a_config_for_every_benchmark_of_the_plan():
-    expected = "cifar100_vs_cifar10 cifar10_vs_cifar100 clinc150 digits features genomics simulation framework"
+    expected = "cifar100_vs_cifar10 cifar10_vs_cifar100 clinc150 digits features genomics intents simulation framework"
     assert sorted([*expected.split(), *OWN[1:], *FRAMEWORK]) == NAMES
 
 
