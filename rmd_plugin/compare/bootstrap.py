@@ -1,4 +1,4 @@
-"""AUROC by ranks, and its bootstrap intervals: both sets resampled, the same resamples for every detector."""
+"""AUROC by ranks, what each sample adds to it, and its bootstrap intervals: the same resamples for every detector."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ def auroc(id_scores: np.ndarray, ood_scores: np.ndarray) -> float:
     if not len(ranked) or not len(below):
         raise ValueError(f"AUROC needs ID and OOD scores, got {len(ranked)} and {len(below)}.")
     return float((below + reached).sum() / (2 * len(ranked) * len(below)))
+
+
+def placements(id_scores: np.ndarray, ood_scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Share of the OOD scores above each ID score, shape (N,), and of the ID scores below each OOD score, (M,).
+
+    Ties count half. The mean of either is the AUROC; its variance is that of the first divided by N plus that of the
+    second divided by M, and of a difference of two detectors the same of their differences (DeLong et al., 1988).
+    """
+    _, below, reached = _ranks(id_scores, ood_scores)
+    _, under, up_to = _ranks(ood_scores, id_scores)
+    return 1 - (under + up_to) / (2 * len(ood_scores)), (below + reached) / (2 * len(id_scores))
 
 
 def _ranks(id_scores: np.ndarray, ood_scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rmd_plugin.compare.rows import AUROC, DETECTED, FALSE_ALARMS, Row, at_level, levels, mean, select
+import numpy as np
+
+from rmd_plugin.compare.bootstrap import placements
+from rmd_plugin.compare.rows import DETECTED, FALSE_ALARMS, Row, at_level, levels, mean, select
+from rmd_plugin.report.scores import ID, Scores
 from rmd_plugin.report.tables import near_far_means, ood_sets, ranking
+
+_NORMAL_95 = 1.959964
 
 
 @dataclass(frozen=True)
@@ -18,14 +24,17 @@ class Choice:
     detector: str
     judged: Literal["near", "all"]  #: the OOD sets that it was judged by
     auroc: float  #: mean over them
-    rivals: Sequence[str] = ()  #: detectors whose intervals overlap with its own on each of these sets
+    rivals: Sequence[str] = ()  #: detectors that the samples do not tell from it
     alpha: float = math.nan  #: level of false alarms that decisions were made at; NaN without decisions
     detected: float = math.nan  #: share of the OOD samples that are found there, mean over the judged sets
     alarms: Row | None = None  #: share of the ID test set that is flagged there, with its interval
 
 
-def choose(rows: Sequence[Row]) -> Choice | None:
+def choose(rows: Sequence[Row], scores: Scores | None = None) -> Choice | None:
     """The leader of one comparison by the mean AUROC over near-OOD sets, or over all where none is near; None without.
+
+    With the scores, detectors are rivals whose difference to the leader chance explains: all saw the same samples, so a
+    difference is told from none long before the intervals of the two AUROC part.
 
     Example:
         >>> rows = [Row("b", "x", "net", name, 0, "AUROC", value) for name, value in [("rmd", 0.9), ("msp", 0.8)]]
@@ -38,13 +47,9 @@ def choose(rows: Sequence[Row]) -> Choice | None:
     judged: Literal["near", "all"] = "near" if "near" in sets.values() else "all"
     names = [name for name, distance in sets.items() if judged == "all" or distance == "near"]
     best = ranked[0]
-    areas = {(row.detector, row.ood): row for row in select(rows, metric=AUROC, status="ok")}
-
-    def overlap(other: str) -> bool:
-        pairs = [(areas.get((other, name)), areas[best, name]) for name in names]
-        return all(mine is not None and mine.high >= theirs.low for mine, theirs in pairs)
-
-    choice = Choice(best, judged, near_far_means(rows)[best][judged], [name for name in ranked[1:] if overlap(name)])
+    given = {detector: found for detector, found in (scores or {}).items() if {ID, *names} <= set(found)}
+    rivals = [other for other in ranked[1:] if {best, other} <= set(given) and _alike(given[best], given[other], names)]
+    choice = Choice(best, judged, near_far_means(rows)[best][judged], rivals)
     for alpha in levels(rows):
         found = select(rows, metric=at_level(DETECTED, alpha), detector=best, status="ok")
         alarms = select(rows, metric=at_level(FALSE_ALARMS, alpha), detector=best, status="ok")
@@ -52,3 +57,21 @@ def choose(rows: Sequence[Row]) -> Choice | None:
             detected = mean([row.value for row in found if row.ood in names])
             return Choice(best, judged, choice.auroc, choice.rivals, alpha, detected, alarms[0])
     return choice
+
+
+def _alike(best: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], names: Sequence[str]) -> bool:
+    """Whether zero lies within the 95 % interval of the difference of two mean AUROC over sets."""
+    id_shares: list[np.ndarray] = []
+    variance, difference = 0.0, 0.0
+    for name in names:
+        mine, theirs = (placements(scores[ID], scores[name]) for scores in (best, other))
+        id_shares.append(mine[0] - theirs[0])  # the ID samples are those of every set
+        of_ood = mine[1] - theirs[1]
+        difference += of_ood.mean() / len(names)
+        variance += _variance_of_mean(of_ood) / len(names) ** 2
+    variance += _variance_of_mean(np.mean(id_shares, axis=0))
+    return bool(abs(difference) <= _NORMAL_95 * math.sqrt(variance))
+
+
+def _variance_of_mean(values: np.ndarray) -> float:
+    return float(values.var(ddof=1) / len(values)) if len(values) > 1 else math.inf

@@ -89,7 +89,7 @@ def render_report(run: RunFolder) -> str:
         about = status.about.get(attribute, "") if status is not None else ""
         return ", ".join(unique(rows, attribute)) or str(about)
 
-    choice = part(choose, rows) if _one_comparison(rows) else None
+    choice = part(choose, rows, scores) if _one_comparison(rows) else None
     return render(
         "report.html",
         title=", ".join(filter(None, (names("benchmark"), names("backbone")))) or "A run without results",
@@ -143,7 +143,8 @@ def _advice(choice: Choice | None) -> list[str]:
     if choice.rivals:
         names = ", ".join(map(label, choice.rivals))
         lines.append(
-            f"These data do not tell it from {names}: their intervals overlap, so the simplest or fastest will do."
+            f"These samples do not tell it from {names}: chance explains the difference, so the simplest or fastest of "
+            "them will do."
         )
     if choice.alarms is not None and choice.alarms.low > choice.alpha:
         lines.append(
@@ -159,20 +160,26 @@ def _commands(choice: Choice | None, run: RunFolder, status: RunStatus | None, c
     names = {key: status.about.get(key) for key in ("benchmark", "backbone")} if status is not None else {}
     if choice is None or not all(names.values()):
         return []
+    program, *words = shlex.split(command) or [""]
     parts = ["rmd-fit", *(f"{key}={name}" for key, name in names.items())]
+    # the options of its data and network
+    parts += [word for word in words if word.startswith(("benchmark.", "backbone.", "paths.data_dir="))]
     best = run.file("checkpoints") / "best.ckpt"
     parts += [f"checkpoint={best}"] if best.is_file() else []
     if choice.detector in LABELS:
         parts.append(f"detector={choice.detector}")
-    own = (
-        "Make a guard of it, one folder that scores new data (with the benchmark.* and backbone.* options of this run):"
-    )
-    job = "train" if "rmd-train" in command else "compare"
-    return [
-        (own, shlex.join([*parts, "out=guard"])),
+    lines = [
+        ("Make a guard of it, one folder that scores new data:", shlex.join([*parts, "out=guard"])),
         ("Then score data that nobody has labelled:", "rmd-score guard FOLDER"),
-        ("See whether the order holds over seeds:", f"rmd-{job} -m seed=0,1,2,3,4 && rmd-report multirun/{job}"),
     ]
+    if program in ("rmd-train", "rmd-compare"):
+        again = [
+            word for word in words if not word.startswith(("seed=", "hydra.run.", "hydra.sweep.", "-m", "--multi"))
+        ]
+        sweep = shlex.join([program, "-m", *again, "seed=0,1,2,3,4"])
+        report = f"rmd-report multirun/{program.removeprefix('rmd-')}"
+        lines.append(("See whether the order holds over seeds:", f"{sweep} && {report}"))
+    return lines
 
 
 def _words(rows: Sequence[Row]) -> list[tuple[str, str]]:

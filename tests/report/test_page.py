@@ -106,6 +106,22 @@ def test_the_page_shows_every_part_of_the_run(page):
 
 
 @pytest.mark.slow
+def test_what_to_do_next_keeps_the_data_and_the_network_of_the_run(tmp_path):
+    command = "rmd-train benchmark=image_folder benchmark.path='my photos' backbone.widths=[8] seed=3 hydra.run.dir=out"
+    folder, about = RunFolder(tmp_path), {"benchmark": "image_folder", "backbone": "small_cnn"}
+    with folder.running(config=None, about=about, command=command):
+        folder.write_rows([Row("image_folder", "other", "small_cnn", "rmd", 3, "AUROC", 0.9, distance="near")])
+    told = html.unescape(render_report(folder))
+    assert (
+        "rmd-fit benchmark=image_folder backbone=small_cnn 'benchmark.path=my photos' 'backbone.widths=[8]' "
+        "detector=rmd out=guard"
+    ) in told
+    assert (
+        "rmd-train -m benchmark=image_folder 'benchmark.path=my photos' 'backbone.widths=[8]' seed=0,1,2,3,4 "
+        "&& rmd-report multirun/train"
+    ) in told
+
+
 def test_the_best_detector_of_each_column_is_bold(page):
     scores, _ = fitted()
     for ood in SETS:
