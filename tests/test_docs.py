@@ -11,6 +11,8 @@ from guard_kit import picture_guard
 from test_readme import README, blocks, run, shell_lines
 
 import rmd_plugin
+import rmd_plugin.backbones
+import rmd_plugin.benchmarks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -43,11 +45,20 @@ def test_the_site_and_the_list_for_language_models_have_every_page():
         assert f"gallery/{script.stem}.md" in navigation
 
 
-@pytest.mark.parametrize("name", [name for name in rmd_plugin.__all__ if name != "__version__"])
-def test_a_public_name_has_a_docstring_with_an_example(name):
-    item = getattr(rmd_plugin, name)
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        (package, name)
+        for package in (rmd_plugin, rmd_plugin.benchmarks, rmd_plugin.backbones)
+        for name in package.__all__
+        if name != "__version__"
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_public_name_has_a_docstring_with_an_example(package, name):
+    item = getattr(package, name)
     text = inspect.getdoc(item) or ""
-    if inspect.isclass(item) and issubclass(item, Warning):
+    if inspect.isclass(item) and issubclass(item, Exception):  # warnings are exceptions too
         assert text
     else:
         assert re.search(r"^Example:\n(?:.*\n)*?\s+>>> ", text, re.MULTILINE), name

@@ -97,6 +97,12 @@ class EfficientNetLite0(Backbone):
         crop_pct: part of the resized picture that is kept; 0.875 is usual for photographs, 1 for thumbnails.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint comes instead of
             the package. mean, std, transform; see :class:`VisionOptions`.
+
+    Example:
+        >>> from PIL import Image
+        >>> backbone = EfficientNetLite0(pretrained=False, image_size=64).eval()
+        >>> backbone.encoder(backbone.test_transform(Image.new("RGB", (80, 60)))[None]).shape
+        torch.Size([1, 1280])
     """
 
     def __init__(

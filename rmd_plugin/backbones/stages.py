@@ -29,6 +29,13 @@ class MaskedTokenPretraining(LightningModule):
         weight_decay: of AdamW.
         warmup_steps: steps of linear warm-up.
         seed: of the masks in validation, the same in every epoch.
+
+    Example:
+        >>> from rmd_plugin.backbones import GenomicsBERT
+        >>> backbone = GenomicsBERT(width=16, depth=1)
+        >>> stage = MaskedTokenPretraining(backbone, lr=3e-4)  # for a Trainer
+        >>> stage.encoder is backbone.encoder  # what is learnt stays in the backbone
+        True
     """
 
     def __init__(

@@ -55,6 +55,11 @@ class BERT(Backbone):
         pretrained: load the weights; ``False`` keeps the architecture and tokenizer but starts untrained.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint comes instead of the
             pre-trained weights.
+
+    Example:
+        >>> backbone = BERT(pretrained=False, max_length=16)  # MiniLM; its weights come with the extra text
+        >>> backbone.encoder(backbone.test_transform("what is my balance")[None]).shape
+        torch.Size([1, 384])
     """
 
     encoder: TextEncoder

@@ -33,6 +33,12 @@ class Timm(Backbone):
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint comes instead of the
             pre-trained weights; the original ``.npz`` files of ViT and BiT are read as well (without their head).
             mean, std, transform; see :class:`VisionOptions`.
+
+    Example:
+        >>> from PIL import Image
+        >>> backbone = Timm("resnet10t", pretrained=False, image_size=64, num_classes=7).eval()
+        >>> backbone(backbone.test_transform(Image.new("RGB", (80, 60)))[None]).shape
+        torch.Size([1, 7])
     """
 
     def __init__(
@@ -128,6 +134,12 @@ class OpenCLIP(Backbone):
         crop_pct: part of the resized picture that is kept.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint of the whole model
             will do. mean, std, transform; see :class:`VisionOptions`.
+
+    Example:
+        >>> from PIL import Image
+        >>> backbone = OpenCLIP("RN50", pretrained=False).eval()
+        >>> backbone.encoder(backbone.test_transform(Image.new("RGB", (80, 60)))[None]).shape
+        torch.Size([1, 1024])
     """
 
     def __init__(
@@ -202,6 +214,12 @@ class TorchVision(Backbone):
         crop_pct: part of the resized picture that is kept.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. A checkpoint comes instead of the
             pre-trained weights. mean, std, transform; see :class:`VisionOptions`.
+
+    Example:
+        >>> from PIL import Image
+        >>> backbone = TorchVision("resnet18", pretrained=False, image_size=64, num_classes=7).eval()
+        >>> backbone(backbone.test_transform(Image.new("RGB", (80, 60)))[None]).shape
+        torch.Size([1, 7])
     """
 
     def __init__(

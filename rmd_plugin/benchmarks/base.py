@@ -33,6 +33,18 @@ class OODBenchmark(Benchmark):
         limit_train: keep at most so many training samples, classes balanced.
         limit_test: keep at most so many samples of the validation set, of the ID test set and of each OOD set.
         seed: seed of splits, subsets and generated data.
+
+    Example:
+        >>> import numpy as np
+        >>> from rmd_plugin.benchmarks import OODBenchmark, OODSet, Parts, Split, TensorRows
+        >>> class Mine(OODBenchmark):
+        ...     name = "mine"
+        ...
+        ...     def load(self) -> Parts:
+        ...         part = lambda count: Split(TensorRows(np.zeros((count, 4), np.float32)), np.arange(count) % 2)
+        ...         return Parts(["even", "odd"], part(80), part(20), [OODSet("other", "near", part(10))], val=part(8))
+        >>> Mine(limit_train=50)
+        Mine(train=50, val=8, test=20, other=10)
     """
 
     name: ClassVar[str]  #: as in ``benchmark=NAME``

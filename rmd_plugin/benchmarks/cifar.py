@@ -107,6 +107,17 @@ class CIFAR100vsCIFAR10(_CIFARBenchmark):
 
     The other options are those of :class:`~rmd_plugin.benchmarks.base.OODBenchmark`; the default transform is
     ``ToTensor``.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from rmd_plugin.benchmarks import CIFAR100vsCIFAR10
+        >>> folder = tempfile.mkdtemp()
+        >>> for name, classes in (("cifar10", 10), ("cifar100", 100)):  # black pictures in the layout of the npz files
+        ...     x, y = np.zeros((5 * classes, 32, 32, 3), np.uint8), np.arange(5 * classes) % classes
+        ...     np.savez(f"{folder}/{name}.npz", train_images=x, train_labels=y, test_images=x, test_labels=y)
+        >>> CIFAR100vsCIFAR10(data_dir=folder, far=[])
+        CIFAR100vsCIFAR10(train=500, val=0, test=500, CIFAR10=50)
     """
 
     name = "cifar100_vs_cifar10"
@@ -115,7 +126,19 @@ class CIFAR100vsCIFAR10(_CIFARBenchmark):
 
 
 class CIFAR10vsCIFAR100(_CIFARBenchmark):
-    """CIFAR-10 in-distribution, CIFAR-100 near-OOD. Options as in :class:`CIFAR100vsCIFAR10`."""
+    """CIFAR-10 in-distribution, CIFAR-100 near-OOD. Options as in :class:`CIFAR100vsCIFAR10`.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from rmd_plugin.benchmarks import CIFAR10vsCIFAR100
+        >>> folder = tempfile.mkdtemp()
+        >>> for name, classes in (("cifar10", 10), ("cifar100", 100)):  # black pictures in the layout of the npz files
+        ...     x, y = np.zeros((5 * classes, 32, 32, 3), np.uint8), np.arange(5 * classes) % classes
+        ...     np.savez(f"{folder}/{name}.npz", train_images=x, train_labels=y, test_images=x, test_labels=y)
+        >>> CIFAR10vsCIFAR100(data_dir=folder, far=[])
+        CIFAR10vsCIFAR100(train=50, val=0, test=50, CIFAR100=500)
+    """
 
     name = "cifar10_vs_cifar100"
     id_data = "cifar10"

@@ -42,6 +42,20 @@ class CLINC150(OODBenchmark):
 
     The other options are those of :class:`~rmd_plugin.benchmarks.base.OODBenchmark`.
 
+    Example:
+        >>> import json, tempfile
+        >>> from pathlib import Path
+        >>> from rmd_plugin.benchmarks import CLINC150
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> (folder / "clinc150").mkdir()
+        >>> known = [["what is my balance", "balance"], ["wire 5 euros to ann", "transfer"]]
+        >>> queries = {part: known for part in ("train", "val", "test")}
+        >>> queries |= {f"oos_{part}": [["how tall is a giraffe", "oos"]] for part in queries}
+        >>> _ = (folder / "clinc150" / "data_full.json").write_text(json.dumps(queries))
+        >>> benchmark = CLINC150(data_dir=folder)
+        >>> benchmark, benchmark.class_names
+        (CLINC150(train=2, val=2, test=2, oos_test=1), ['balance', 'transfer'])
+
     Attributes:
         oos_train: the published out-of-scope training queries, label -1. Never part of a fit here.
         oos_val: the published out-of-scope validation queries, label -1. Never part of a fit here.

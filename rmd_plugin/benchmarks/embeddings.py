@@ -44,6 +44,18 @@ class Embeddings(OwnData):
     The other options are those of :class:`~rmd_plugin.benchmarks.own.OwnData` and
     :class:`~rmd_plugin.benchmarks.base.OODBenchmark`.
 
+    Example:
+        >>> import tempfile
+        >>> import pandas
+        >>> from rmd_plugin.benchmarks import Embeddings
+        >>> table = pandas.DataFrame({"embedding": [[0.1, 0.2], [0.8, 0.7], [5.0, 5.0]] * 10})
+        >>> table["label"] = ["a", "b", None] * 10
+        >>> table["split"] = ["train", "train", "ood:odd"] * 8 + ["test", "test", "ood:odd"] * 2
+        >>> table.to_parquet(path := tempfile.mkdtemp() + "/table.parquet")
+        >>> benchmark = Embeddings(path=path)
+        >>> benchmark, benchmark.class_names, benchmark.feature_dim
+        (Embeddings(train=14, val=2, test=4, odd=10), ['a', 'b'], 2)
+
     Attributes:
         feature_dim: number D of features.
     """

@@ -56,6 +56,15 @@ class Features(OODBenchmark):
 
     The other options are those of :class:`~rmd_plugin.benchmarks.base.OODBenchmark`.
 
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from rmd_plugin.benchmarks import Features
+        >>> rng, path = np.random.default_rng(0), tempfile.mkdtemp() + "/features.npz"
+        >>> np.savez(path, features=rng.normal(size=(100, 8)), labels=np.arange(100) % 3 - 1)
+        >>> Features(path)
+        Features(train=46, val=6, test=14, ood=34)
+
     Attributes:
         feature_dim: number D of features.
         head: the classifier of the file, or None.

@@ -70,6 +70,15 @@ class Framework(OODBenchmark):
 
     The other options are those of :class:`~rmd_plugin.benchmarks.base.OODBenchmark`; ``data_dir`` is the framework's
     ``root``, and the default transform is ``ToTensor``.
+
+    Example:
+        >>> import tempfile
+        >>> from rmd_plugin.benchmarks import DataNotFoundError, Framework
+        >>> try:  # nothing is fetched without being asked; what is absent is named
+        ...     Framework(name="CIFAR10_ODIN", data_dir=tempfile.mkdtemp())
+        ... except DataNotFoundError as error:
+        ...     print(str(error).partition(" in ")[0])
+        CIFAR10 is not complete
     """
 
     name: str  # type: ignore[misc]  # one class serves many

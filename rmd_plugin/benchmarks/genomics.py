@@ -36,7 +36,7 @@ def one_hot(read: Tensor) -> Tensor:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Genomics(OODBenchmark):
-    """Genus classification of short DNA reads with unseen genera as OOD (Ren et al., 2019).
+    r"""Genus classification of short DNA reads with unseen genera as OOD (Ren et al., 2019).
 
     Raw items are int64 tensors of shape (250,) of base ids: A, C, G, T = 0..3, anything else 4.
 
@@ -60,6 +60,20 @@ class Genomics(OODBenchmark):
         download: fetch the complete published data (253 MB, sha256 checked) if it is absent.
 
     The other options are those of :class:`~rmd_plugin.benchmarks.base.OODBenchmark`.
+
+    Example:
+        >>> import random, tempfile
+        >>> from pathlib import Path
+        >>> from rmd_plugin.benchmarks import Genomics
+        >>> folder, rows = Path(tempfile.mkdtemp()), ["file\tgenus\trole\tkingdom"]
+        >>> (folder / "genomes").mkdir()
+        >>> for genus, role in (("vibrio", "id"), ("listeria", "id"), ("neisseria", "ood")):
+        ...     bases = "".join(random.Random(genus).choices("ACGT", k=60_000))
+        ...     _ = (folder / "genomes" / f"{genus}.fna").write_text(f">{genus}\n{bases}\n")
+        ...     rows.append(f"{genus}.fna\t{genus}\t{role}\tbacteria")
+        >>> _ = (folder / "genomes" / "classes.tsv").write_text("\n".join(rows) + "\n")
+        >>> Genomics(source="genomes", data_dir=folder, n_train=20, n_val=5, n_test=5)
+        Genomics(train=40, val=10, test=10, ood_bacteria=5)
     """
 
     name = "genomics"

@@ -48,6 +48,16 @@ class HFDataset(OwnData):
 
     The other options are those of :class:`~rmd_plugin.benchmarks.own.OwnData` and
     :class:`~rmd_plugin.benchmarks.base.OODBenchmark`.
+
+    Example:
+        >>> import tempfile
+        >>> import datasets
+        >>> from rmd_plugin.benchmarks import HFDataset
+        >>> rows = {"text": ["no light", "page is slow", "a joke"] * 10, "label": ["power", "network", "fun"] * 10}
+        >>> folder = tempfile.mkdtemp() + "/tickets"
+        >>> datasets.DatasetDict(train=datasets.Dataset.from_dict(rows)).save_to_disk(folder)
+        >>> HFDataset(path=folder, ood=["fun"])
+        HFDataset(train=14, val=2, test=4, fun=10)
     """
 
     name = "hf_dataset"

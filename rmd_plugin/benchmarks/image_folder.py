@@ -36,6 +36,20 @@ class ImageFolder(OwnData):
 
     The other options are those of :class:`~rmd_plugin.benchmarks.own.OwnData` and
     :class:`~rmd_plugin.benchmarks.base.OODBenchmark`.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> from rmd_plugin.benchmarks import ImageFolder
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> for place, colour in (("train/red", "red"), ("train/blue", "blue"), ("ood/green", "green")):
+        ...     (folder / place).mkdir(parents=True)
+        ...     for number in range(10):
+        ...         Image.new("RGB", (16, 16), colour).save(folder / place / f"{number}.png")
+        >>> benchmark = ImageFolder(path=folder)
+        >>> benchmark, benchmark.class_names
+        (ImageFolder(train=14, val=2, test=4, green=10), ['blue', 'red'])
     """
 
     name = "image_folder"

@@ -61,7 +61,13 @@ class _Rows(Source[np.ndarray]):
 
 
 class ImageRows(_Rows):
-    """Images as PIL pictures, from a uint8 array of shape (N, H, W, 3)."""
+    """Images as PIL pictures, from a uint8 array of shape (N, H, W, 3).
+
+    Example:
+        >>> import numpy as np
+        >>> ImageRows(np.zeros((5, 32, 32, 3), np.uint8))[0].size
+        (32, 32)
+    """
 
     kind = "image"
 
@@ -79,7 +85,13 @@ class Reads(_Rows):
 
 
 class TensorRows(_Rows):
-    """Float tensors, from an array of shape (N, ...); converted to ``dtype`` on access."""
+    """Float tensors, from an array of shape (N, ...); converted to ``dtype`` on access.
+
+    Example:
+        >>> import numpy as np
+        >>> TensorRows(np.eye(3, dtype=np.float32))[1]
+        tensor([0., 1., 0.])
+    """
 
     kind = "tensor"
 
@@ -145,7 +157,12 @@ class MappedRows(Source[Layout]):
 
 
 class Texts(Source[Sequence[str]]):
-    """Strings."""
+    """Strings.
+
+    Example:
+        >>> Texts(["no light", "page is slow"])[1]
+        'page is slow'
+    """
 
     def __getitem__(self, index: int) -> str:
         return self.items[index]

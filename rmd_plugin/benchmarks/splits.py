@@ -28,6 +28,15 @@ class Split(Dataset[tuple[object, int]]):
         labels: label of each item of this split, shape (N,); negative for OOD.
         indices: which items of the source belong to this split, shape (N,); None means all.
         transform: applied to the raw item; None leaves it as it is.
+
+    Example:
+        >>> import numpy as np
+        >>> from rmd_plugin.benchmarks import Split, Texts
+        >>> split = Split(Texts(["a", "b", "c", "d"]), np.array([0, 1, 0, 1]), transform=str.upper)
+        >>> split[1]
+        ('B', 1)
+        >>> [len(part) for part in split.stratified([0.5], np.random.default_rng(0))]
+        [2, 2]
     """
 
     def __init__(
@@ -111,6 +120,12 @@ class OODSet:
     """An OOD test set. Labels of its split only serve to draw a balanced subset; the benchmark labels it ``-1``.
 
     With the distance ``shift`` it is a set of ID samples under a covariate shift, whose labels are kept.
+
+    Example:
+        >>> import numpy as np
+        >>> from rmd_plugin.benchmarks import OODSet, Split, Texts
+        >>> OODSet("jokes", "near", Split(Texts(["a joke"]), np.zeros(1)))
+        OODSet(name='jokes', distance='near')
     """
 
     name: str  #: as it stands in results
@@ -120,7 +135,16 @@ class OODSet:
 
 @dataclass
 class Parts:
-    """What a benchmark loads, before limits are applied: ID samples for training and testing, and OOD test sets."""
+    """What a benchmark loads, before limits are applied: ID samples for training and testing, and OOD test sets.
+
+    Example:
+        >>> import numpy as np
+        >>> from rmd_plugin.benchmarks import OODSet, Parts, Split, TensorRows
+        >>> part = lambda count: Split(TensorRows(np.zeros((count, 4), np.float32)), np.arange(count) % 2)
+        >>> parts = Parts(["even", "odd"], part(80), part(20), [OODSet("other", "near", part(10))])
+        >>> len(parts.train), parts.oods
+        (80, [OODSet(name='other', distance='near')])
+    """
 
     class_names: Sequence[str] | None  #: in the order of the labels; None where the classes have no names
     train: Split

@@ -14,7 +14,7 @@ from .sources import Texts
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TextFile(OwnData):
-    """Texts that the user brings; items are strings, and the backbone's tokenizer makes tensors of them.
+    r"""Texts that the user brings; items are strings, and the backbone's tokenizer makes tensors of them.
 
     ``path`` is a ``.csv`` file with a line of column names, or a ``.jsonl`` file with an object on each line; both in
     UTF-8. It is one of
@@ -30,6 +30,17 @@ class TextFile(OwnData):
 
     The other options are those of :class:`~rmd_plugin.benchmarks.own.OwnData` and
     :class:`~rmd_plugin.benchmarks.base.OODBenchmark`.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from rmd_plugin.benchmarks import TextFile
+        >>> path = Path(tempfile.mkdtemp(), "tickets.csv")
+        >>> lines = ["no light,power,train", "page is slow,network,train", "a joke,,ood:fun"] * 10
+        >>> _ = path.write_text("\n".join(["text,label,split", *lines]))
+        >>> benchmark = TextFile(path=path)
+        >>> benchmark, benchmark.class_names
+        (TextFile(train=14, val=2, test=4, fun=10), ['network', 'power'])
     """
 
     name = "text_file"
