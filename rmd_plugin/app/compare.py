@@ -32,6 +32,7 @@ from rmd_plugin.compare.directions import direction_terms
 from rmd_plugin.compare.extraction import Extractor
 from rmd_plugin.detectors.calibrated import Calibrated
 from rmd_plugin.detectors.files import write_state
+from rmd_plugin.report.choice import advice, choose
 from rmd_plugin.report.provenance import current_command
 from rmd_plugin.report.run_folder import DETECTORS, HEAD, RunFolder
 from rmd_plugin.report.samples import collect_samples
@@ -101,6 +102,8 @@ def _report(extractor: Extractor, result: Comparison, folder: RunFolder) -> None
         folder.write_samples(samples)
     from rmd_plugin.report.page import write_report  # imports matplotlib
 
+    if len(result.scores) > 1 and (words := advice(choose(result.rows, result.scores))):
+        print(*words)
     print(f"Report: {write_report(folder)}")
 
 

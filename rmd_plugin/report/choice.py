@@ -11,6 +11,7 @@ import numpy as np
 
 from rmd_plugin.compare.bootstrap import placements
 from rmd_plugin.compare.rows import DETECTED, FALSE_ALARMS, Row, at_level, levels, mean, select
+from rmd_plugin.report.names import label
 from rmd_plugin.report.scores import ID, Scores
 from rmd_plugin.report.tables import near_far_means, ood_sets, ranking
 
@@ -57,6 +58,27 @@ def choose(rows: Sequence[Row], scores: Scores | None = None) -> Choice | None:
             detected = mean([row.value for row in found if row.ood in names])
             return Choice(best, judged, choice.auroc, choice.rivals, alpha, detected, alarms[0])
     return choice
+
+
+def advice(choice: Choice | None) -> list[str]:
+    """Why this detector, in sentences."""
+    if choice is None:
+        return []
+    sets = "near-OOD sets" if choice.judged == "near" else "OOD sets"
+    lines = [f"{label(choice.detector)} ranks OOD above ID samples best, by its mean AUROC over the {sets}."]
+    if choice.rivals:
+        names = ", ".join(map(label, choice.rivals))
+        lines.append(
+            f"These samples do not tell it from {names}: chance explains the difference, so the simplest or fastest of "
+            "them will do."
+        )
+    if choice.alarms is not None and choice.alarms.low > choice.alpha:
+        lines.append(
+            "It flags more of the ID test set than was asked for: the validation data that set the threshold are not "
+            "like the test data, or the training chose its weights by them."
+        )
+    lines.append("It was chosen by the test sets shown here; OOD data of another kind may have another order.")
+    return lines
 
 
 def _alike(best: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], names: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rmd_plugin.atomic import replacing
 from rmd_plugin.compare.rows import ACCURACY, AUROC, Row, select, unique
 from rmd_plugin.report.cards import Card
-from rmd_plugin.report.choice import Choice, choose
+from rmd_plugin.report.choice import Choice, advice, choose
 from rmd_plugin.report.document import Picture, picture, render
 from rmd_plugin.report.figures import calibration_figure, histogram_figure
 from rmd_plugin.report.names import LABELS, LONG_NAMES, OURS, label
@@ -96,7 +96,7 @@ def render_report(run: RunFolder) -> str:
         seed=names("seed"),
         status=status,
         tiles=part(_key_figures, rows, choice, status),
-        advice=part(_advice, choice),
+        advice=part(advice, choice),
         commands=part(_commands, choice, run, status, str(versions.get("command", ""))),
         words=part(_words, rows),
         tables=part(lambda: [table for table in comparison_tables(rows) if table.rows or table.notes]),
@@ -132,27 +132,6 @@ def _key_figures(rows: Sequence[Row], choice: Choice | None, status: RunStatus |
     if status is not None and not math.isnan(status.seconds):
         items.append(("Time", _duration(status.seconds), "the whole run"))
     return items
-
-
-def _advice(choice: Choice | None) -> list[str]:
-    """Why this detector, in sentences."""
-    if choice is None:
-        return []
-    sets = "near-OOD sets" if choice.judged == "near" else "OOD sets"
-    lines = [f"{label(choice.detector)} ranks OOD above ID samples best, by its mean AUROC over the {sets}."]
-    if choice.rivals:
-        names = ", ".join(map(label, choice.rivals))
-        lines.append(
-            f"These samples do not tell it from {names}: chance explains the difference, so the simplest or fastest of "
-            "them will do."
-        )
-    if choice.alarms is not None and choice.alarms.low > choice.alpha:
-        lines.append(
-            "It flags more of the ID test set than was asked for: the validation data that set the threshold are not "
-            "like the test data, or the training chose its weights by them."
-        )
-    lines.append("It was chosen by the test sets shown here; OOD data of another kind may have another order.")
-    return lines
 
 
 def _commands(choice: Choice | None, run: RunFolder, status: RunStatus | None, command: str) -> list[tuple[str, str]]:

@@ -51,6 +51,13 @@ def members(choice):
     return {name: node for item in config.defaults for name, node in members(item).items()}
 
 
+def test_the_last_words_say_which_detector_to_take_where_there_is_a_choice(run):
+    _, out = run("detector=[rmd,mahalanobis]")
+    assert out.rstrip().splitlines()[-2].startswith("RMD ranks OOD above ID samples best")
+    _, out = run("detector=[rmd]")
+    assert "ranks OOD" not in out
+
+
 # -- choices ------------------------------------------------------------------------------------------------------
 
 
