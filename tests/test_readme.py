@@ -140,7 +140,7 @@ def test_the_python_blocks_of_the_page_on_decisions_run_in_order(names):
     x, y = names["val_loader"].dataset.tensors
     names["held_out_loader"] = [(x + 0.1 * torch.randn(30, 8), y) for _ in range(10)]
     names["batch"], names["classifier"] = names["x"], names["model"].model
-    folder = Path("outputs/RUN/detectors")
+    folder = Path("outputs/train/RUN/detectors")
     folder.mkdir(parents=True)
     known, labels = names["train_loader"].dataset.tensors
     for name, made in {"rmd": RMD().fit_features(names["encoder"](known), labels), "msp": MaxSoftmax(None)}.items():

@@ -52,12 +52,12 @@ for (name, rows), (colour, mark) in zip(found.items(), (("#D55E00", "s--"), ("#0
 axes.set(xscale="log", xlabel="samples per class", ylabel="AUROC (%), mean and range of five draws")
 axes.set_xticks(counts, [str(count) for count in counts])
 axes.legend(frameon=False)
-# alt: AUROC against samples per class: plain RMD is far below the shrunk one and FusedRMD up to six samples per class, and level with them at twenty
+# alt: AUROC against samples per class: plain RMD is far below the shrunk one and FusedRMD up to four samples per class, and level with them at twenty
 figure.savefig("shots.png", dpi=120)
 
 # %% [markdown]
 # ## What this does not show
 #
-# 150 classes pool their few samples into one covariance: with two shots it has 150 degrees of freedom for 384 features, and with six
-# more than it needs. With few classes as well, twenty shots are too few (Detectors and what was tried has such data). No shrinkage helps
-# against classes that the few samples do not represent.
+# 150 classes pool their few samples into one covariance: with two shots it has 150 degrees of freedom for 384 features, too few for an
+# inverse; from four on (450) there is one, but up to about fifteen shots shrinkage still helps. With fewer classes it takes more shots. No
+# shrinkage helps against classes that the few samples do not represent.

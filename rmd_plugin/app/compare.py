@@ -102,9 +102,10 @@ def _report(extractor: Extractor, result: Comparison, folder: RunFolder) -> None
         folder.write_samples(samples)
     from rmd_plugin.report.page import write_report  # imports matplotlib
 
+    report = write_report(folder)
     if len(result.scores) > 1 and (words := advice(choose(result.rows, result.scores))):
         print(*words)
-    print(f"Report: {write_report(folder)}")
+    print(f"Report: {report}")
 
 
 def console_width() -> int | None:

@@ -144,8 +144,21 @@ class Summary:
         return sorted(dict.fromkeys(name for found in self.ranks.values() for name in found), key=key)
 
     @cached_property
+    def seedless(self) -> list[Group]:
+        """Groups in which all seeds gave the same numbers, to the last bit: they are no sample and count as one run."""
+        found: dict[Group, bool] = {}
+        for (group, *_), values in self._all_numbers.items():
+            found[group] = found.get(group, True) and len(values) > 1 and len(set(values.values())) == 1
+        return [group for group, same in found.items() if same]
+
+    @cached_property
     def _numbers(self) -> dict[tuple[Group, str, str], dict[int, float]]:
-        """Group, detector and OOD set or mean -> seed -> number."""
+        """Group, detector and OOD set or mean -> seed -> number; of seeds that change nothing the first."""
+        found = self._all_numbers.items()
+        return {key: dict(list(values.items())[:1]) if key[0] in self.seedless else values for key, values in found}
+
+    @cached_property
+    def _all_numbers(self) -> dict[tuple[Group, str, str], dict[int, float]]:
         rows = self.rows[(self.rows["metric"] == self.metric) & (self.rows["detector"] != "")]
         # times belong to no OOD set, and to the mean over all
         kinds = [rows.assign(ood=ALL), rows[rows["ood"] != ""]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -15,7 +16,8 @@ from rmd_plugin.report.names import label
 from rmd_plugin.report.scores import ID, Scores
 from rmd_plugin.report.tables import near_far_means, ood_sets, ranking
 
-_NORMAL_95 = 1.959964
+#: with fewer samples in a set, a variance of ranks may be zero by chance
+_FEW = 10
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Choice:
     detector: str
     judged: Literal["near", "all"]  #: the OOD sets that it was judged by
     auroc: float  #: mean over them
-    rivals: Sequence[str] = ()  #: detectors that the samples do not tell from it
+    rivals: Sequence[str] | None = None  #: detectors that the samples do not tell from it; None without scores
     alpha: float = math.nan  #: level of false alarms that decisions were made at; NaN without decisions
     detected: float = math.nan  #: share of the OOD samples that are found there, mean over the judged sets
     alarms: Row | None = None  #: share of the ID test set that is flagged there, with its interval
@@ -34,8 +36,9 @@ class Choice:
 def choose(rows: Sequence[Row], scores: Scores | None = None) -> Choice | None:
     """The leader of one comparison by the mean AUROC over near-OOD sets, or over all where none is near; None without.
 
-    With the scores, detectors are rivals whose difference to the leader chance explains: all saw the same samples, so a
-    difference is told from none long before the intervals of the two AUROC part.
+    With the scores, the rivals are all detectors that may be as good as the leader: all saw the same samples, so a
+    paired difference is told from none long before the intervals of the two AUROC part. The level is divided by the
+    number of pairs, of which the leader picks some: in 95 % of comparisons or more, all equally good ones are named.
 
     Example:
         >>> rows = [Row("b", "x", "net", name, 0, "AUROC", value) for name, value in [("rmd", 0.9), ("msp", 0.8)]]
@@ -48,8 +51,12 @@ def choose(rows: Sequence[Row], scores: Scores | None = None) -> Choice | None:
     judged: Literal["near", "all"] = "near" if "near" in sets.values() else "all"
     names = [name for name, distance in sets.items() if judged == "all" or distance == "near"]
     best = ranked[0]
-    given = {detector: found for detector, found in (scores or {}).items() if {ID, *names} <= set(found)}
-    rivals = [other for other in ranked[1:] if {best, other} <= set(given) and _alike(given[best], given[other], names)]
+    given = {name: found for name, found in (scores or {}).items() if name in ranked and {ID, *names} <= set(found)}
+    rivals = None
+    if best in given:
+        quantile = NormalDist().inv_cdf(1 - 0.05 / max(2, len(given) * (len(given) - 1)))
+        others = [name for name in ranked[1:] if name in given]
+        rivals = [name for name in others if _alike(given[best], given[name], names, quantile)]
     choice = Choice(best, judged, near_far_means(rows)[best][judged], rivals)
     for alpha in levels(rows):
         found = select(rows, metric=at_level(DETECTED, alpha), detector=best, status="ok")
@@ -69,9 +76,11 @@ def advice(choice: Choice | None) -> list[str]:
     if choice.rivals:
         names = ", ".join(map(label, choice.rivals))
         lines.append(
-            f"These samples do not tell it from {names}: chance explains the difference, so the simplest or fastest of "
-            "them will do."
+            f"These samples do not tell it from {names}: chance alone could make such a difference, so the simplest or "
+            "fastest of them will do."
         )
+    if choice.rivals is None:
+        lines.append("Whether others are as good was not tested: there are no scores.")
     if choice.alarms is not None and choice.alarms.low > choice.alpha:
         lines.append(
             "It flags more of the ID test set than was asked for: the validation data that set the threshold are not "
@@ -81,8 +90,10 @@ def advice(choice: Choice | None) -> list[str]:
     return lines
 
 
-def _alike(best: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], names: Sequence[str]) -> bool:
-    """Whether zero lies within the 95 % interval of the difference of two mean AUROC over sets."""
+def _alike(
+    best: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], names: Sequence[str], quantile: float
+) -> bool:
+    """Whether the difference of two mean AUROC over sets lies within so many of its standard errors."""
     id_shares: list[np.ndarray] = []
     variance, difference = 0.0, 0.0
     for name in names:
@@ -92,8 +103,8 @@ def _alike(best: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], name
         difference += of_ood.mean() / len(names)
         variance += _variance_of_mean(of_ood) / len(names) ** 2
     variance += _variance_of_mean(np.mean(id_shares, axis=0))
-    return bool(abs(difference) <= _NORMAL_95 * math.sqrt(variance))
+    return bool(abs(difference) <= quantile * math.sqrt(variance))
 
 
 def _variance_of_mean(values: np.ndarray) -> float:
-    return float(values.var(ddof=1) / len(values)) if len(values) > 1 else math.inf
+    return float(values.var(ddof=1) / len(values)) if len(values) >= _FEW else math.inf

@@ -15,7 +15,7 @@ from rmd_plugin.report.cards import Card
 from rmd_plugin.report.choice import Choice, advice, choose
 from rmd_plugin.report.document import Picture, picture, render
 from rmd_plugin.report.figures import calibration_figure, histogram_figure
-from rmd_plugin.report.names import LABELS, LONG_NAMES, OURS, label
+from rmd_plugin.report.names import LONG_NAMES, OURS, label
 from rmd_plugin.report.run_figures import (
     contributions_figure,
     epochs_figure,
@@ -42,6 +42,8 @@ T = TypeVar("T")
 
 #: what the directions of a detector are ordered by
 _ORDER = {"rmd": "most discriminative first"}
+#: options of a run that change its data, splits, classifier or threshold, and that rmd-fit has too
+_OF_FIT = ("seed", "limit_train", "limit_test", "alpha", "head", "paths.data_dir")
 #: OOD sets that have a picture of partial sums
 _PANELS = 4
 
@@ -140,25 +142,46 @@ def _commands(choice: Choice | None, run: RunFolder, status: RunStatus | None, c
     if choice is None or not all(names.values()):
         return []
     program, *words = shlex.split(command) or [""]
-    parts = ["rmd-fit", *(f"{key}={name}" for key, name in names.items())]
-    # the options of its data and network
-    parts += [word for word in words if word.startswith(("benchmark.", "backbone.", "paths.data_dir="))]
-    best = run.file("checkpoints") / "best.ckpt"
-    parts += [f"checkpoint={best}"] if best.is_file() else []
-    if choice.detector in LABELS:
-        parts.append(f"detector={choice.detector}")
-    lines = [
-        ("Make a guard of it, one folder that scores new data:", shlex.join([*parts, "out=guard"])),
-        ("Then score data that nobody has labelled:", "rmd-score guard FOLDER"),
-    ]
-    if program in ("rmd-train", "rmd-compare"):
+    lines = []
+    if guard := _guard_command(choice.detector, names, run, words):
+        lines.append(("Make a guard of it, one folder that scores new data:", shlex.join(guard)))
+        lines.append(("Then score data that nobody has labelled:", "rmd-score guard FOLDER"))
+    if program == "rmd-train":
         again = [
             word for word in words if not word.startswith(("seed=", "hydra.run.", "hydra.sweep.", "-m", "--multi"))
         ]
         sweep = shlex.join([program, "-m", *again, "seed=0,1,2,3,4"])
-        report = f"rmd-report multirun/{program.removeprefix('rmd-')}"
-        lines.append(("See whether the order holds over seeds:", f"{sweep} && {report}"))
+        lines.append(("See whether the order holds over seeds:", f"{sweep} && rmd-report multirun/train"))
     return lines
+
+
+def _guard_command(detector: str, names: Mapping[str, Any], run: RunFolder, words: Sequence[str]) -> list[str]:
+    """``rmd-fit`` with the run's own data, splits, network and options of the detector; none if it cannot say them."""
+    options, checkpoint, kind = [], "", "best"
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        if key in ("experiment", "--config-name", "-cn"):
+            return []  # rmd-fit has no such choice
+        if key in ("checkpoint", "ckpt_path"):
+            checkpoint = value
+        elif key == "weights":
+            kind = value
+        elif key in _OF_FIT or key.startswith(("benchmark.", "backbone.", f"detector.{detector}.")):
+            options.append(word)
+    own = run.file("checkpoints") / f"{kind}.ckpt"
+    checkpoint = str(own) if own.is_file() else checkpoint
+    parts = ["rmd-fit", *_config_dir(words), *(f"{key}={name}" for key, name in names.items()), *options]
+    return [*parts, *([f"checkpoint={checkpoint}"] if checkpoint else []), f"detector={detector}", "out=guard"]
+
+
+def _config_dir(words: Sequence[str]) -> list[str]:
+    """The folder of the user's own parts among the words of a command, as it was given."""
+    for place, word in enumerate(words):
+        if word in ("--config-dir", "-cd"):
+            return list(words[place : place + 2])
+        if word.startswith("--config-dir="):
+            return [word]
+    return []
 
 
 def _words(rows: Sequence[Row]) -> list[tuple[str, str]]:

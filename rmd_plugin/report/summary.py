@@ -263,6 +263,9 @@ def _notes(summary: Summary, differences: Iterable[Difference]) -> Iterator[str]
             f"To {reference}: mean difference to {reference} in the same run, with the 95 % t interval over the "
             "benchmarks, because there are benchmarks with fewer than three seeds."
         )
+    if summary.seedless:
+        where = "; ".join(map(str, summary.seedless))
+        yield f"All seeds gave the same numbers, nothing depends on them, and they count as one run: {where}."
     if "" in over:
         yield "A difference without interval has too few runs for one: it takes three seeds or three benchmarks."
     if summary.reference not in summary.ordered():

@@ -104,6 +104,21 @@ def test_too_few_pairs_give_no_interval_and_no_spread_gives_a_point():
     assert (same.low, same.high) == (0.5, 0.5)
 
 
+def test_seeds_that_change_nothing_are_no_sample(tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / f"same{seed}", {"rmd": 0.9, "msp": 0.8}, seed=seed)
+        write_run(tmp_path / f"other{seed}", {"rmd": 0.9, "msp": 0.8 + 0.01 * seed}, benchmark="simulation", seed=seed)
+    alone = summarise(gather_runs([tmp_path / f"same{seed}" for seed in range(3)]))
+    (group,) = alone.seedless
+    assert group.benchmark == "digits"
+    assert (alone.estimate(group, "msp").mean, alone.estimate(group, "msp").count) == (pytest.approx(0.8), 1)
+    assert math.isnan(alone.difference("msp").low)
+    assert any("All seeds gave the same numbers" in note for note in overall_tables(alone)[0].notes)
+    both = summarise(gather_runs([tmp_path]))
+    assert [group.benchmark for group in both.seedless] == ["digits"]  # one detector that is equal does not make one
+    assert both.estimate(next(g for g in both.groups if g.benchmark == "simulation"), "rmd").count == 3
+
+
 def test_ranks_are_those_of_scipy():
     values = dict(enumerate([0.9, 0.5, 0.9, 0.1, 0.5, 0.5]))
     expected = scipy.stats.rankdata([-value for value in values.values()])

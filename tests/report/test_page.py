@@ -105,23 +105,49 @@ def test_the_page_shows_every_part_of_the_run(page):
     assert page.count('alt="') == 9
 
 
-@pytest.mark.slow
-def test_what_to_do_next_keeps_the_data_and_the_network_of_the_run(tmp_path):
-    command = "rmd-train benchmark=image_folder benchmark.path='my photos' backbone.widths=[8] seed=3 hydra.run.dir=out"
-    folder, about = RunFolder(tmp_path), {"benchmark": "image_folder", "backbone": "small_cnn"}
+def what_next(path, command, *, detector="rmd", benchmark="image_folder", backbone="small_cnn"):
+    folder, about = RunFolder(path), {"benchmark": benchmark, "backbone": backbone}
     with folder.running(config=None, about=about, command=command):
-        folder.write_rows([Row("image_folder", "other", "small_cnn", "rmd", 3, "AUROC", 0.9, distance="near")])
-    told = html.unescape(render_report(folder))
+        folder.write_rows([Row(benchmark, "other", backbone, detector, 3, "AUROC", 0.9, distance="near")])
+    return html.unescape(render_report(folder))
+
+
+def test_what_to_do_next_repeats_the_run(tmp_path):
+    command = "rmd-train benchmark=image_folder benchmark.path='my photos' backbone.widths=[8] seed=3 hydra.run.dir=out"
+    told = what_next(tmp_path, command)
     assert (
-        "rmd-fit benchmark=image_folder backbone=small_cnn 'benchmark.path=my photos' 'backbone.widths=[8]' "
+        "rmd-fit benchmark=image_folder backbone=small_cnn 'benchmark.path=my photos' 'backbone.widths=[8]' seed=3 "
         "detector=rmd out=guard"
-    ) in told
+    ) in told  # the splits are drawn by the seed: with another one the network has seen the calibration data
     assert (
         "rmd-train -m benchmark=image_folder 'benchmark.path=my photos' 'backbone.widths=[8]' seed=0,1,2,3,4 "
         "&& rmd-report multirun/train"
     ) in told
 
 
+def test_the_guard_has_the_weights_the_options_and_the_own_parts_of_the_run(tmp_path):
+    words = "checkpoint=s0/best.ckpt detector.rmd.shrinkage=oas detector.msp.t=2 +backbone.transform._target_=a.B"
+    told = what_next(tmp_path / "a", f"rmd-compare --config-dir mine {words}", detector="mine")
+    assert (
+        "rmd-fit --config-dir mine benchmark=image_folder backbone=small_cnn +backbone.transform._target_=a.B "
+        "checkpoint=s0/best.ckpt detector=mine out=guard"
+    ) in told
+    told = what_next(tmp_path / "b", f"rmd-compare {words}")
+    assert (
+        "detector.rmd.shrinkage=oas +backbone.transform._target_=a.B checkpoint=s0/best.ckpt detector=rmd out=guard"
+        in told
+    )
+    assert (
+        "-m" not in told.partition("What next")[2].partition("How it was made")[0].split()
+    )  # seeds may change nothing
+    for kind in ("best", "last"):
+        (tmp_path / "c" / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "c" / "checkpoints" / f"{kind}.ckpt").touch()
+    assert "checkpoints/last.ckpt detector=rmd" in what_next(tmp_path / "c", "rmd-train weights=last")
+    assert "rmd-fit" not in what_next(tmp_path / "d", "rmd-train experiment=table1/cifar100")
+
+
+@pytest.mark.slow
 def test_the_best_detector_of_each_column_is_bold(page):
     scores, _ = fitted()
     for ood in SETS:
