@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -84,6 +87,7 @@ def score_items(
             batch_sampler=batches,  # the items take the place of indices: drawn as needed
             collate_fn=_collate,
             num_workers=num_workers,
+            worker_init_fn=_end_quietly,
         )
         scored, interrupted = 0, False
         try:
@@ -97,6 +101,17 @@ def score_items(
             interrupted = True
         folder.gather(done=not interrupted)
     return Progress(total, before, scored, interrupted)
+
+
+def _end_quietly(_: int) -> None:
+    """A worker leaves Ctrl-C to the process that started it, and says nothing where that hangs up on a hand-over."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, (EOFError, ConnectionError)):
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = hook  # the thread that serves file descriptors reports to it
 
 
 def _unscored(items: Iterator[Item], names: Iterator[str]) -> Iterator[Item]:

@@ -12,7 +12,8 @@ from rmd_plugin.compare.rows import read_rows
 from rmd_plugin.report.run_folder import RunFolder
 
 #: small enough for seconds, large enough to be a real training
-TINY = ["benchmark=digits", "trainer.max_epochs=2", "detector=[rmd,mahalanobis,msp]", "figures=false", "resamples=50"]
+TINY = ["trainer.max_epochs=2", "detector=[rmd,mahalanobis,msp]", "figures=false", "resamples=50"]
+DIGITS = ["benchmark=digits", *TINY]
 
 
 def run(folder, *arguments, check=True):
@@ -63,7 +64,7 @@ def test_help_names_the_choices_and_imports_nothing_heavy(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_writes_its_folder_and_can_be_repeated_to_the_last_bit(tmp_path):
-    first = run(tmp_path, *TINY, "hydra.run.dir=first")
+    first = run(tmp_path, *DIGITS, "hydra.run.dir=first")
     folder = RunFolder(tmp_path / "first")
     assert folder.done
     assert "RMD" in first.stdout
@@ -77,13 +78,13 @@ def test_a_run_writes_its_folder_and_can_be_repeated_to_the_last_bit(tmp_path):
     run(tmp_path, "--config-dir", "first", "--config-name", "config", "hydra.run.dir=again")
     assert folder.file("rows.csv").read_bytes() == (tmp_path / "again/rows.csv").read_bytes()
     # the best checkpoint alone: the same numbers without training
-    run(tmp_path, *TINY, "train=false", "ckpt_path=first/checkpoints/best.ckpt", "hydra.run.dir=evaluated")
+    run(tmp_path, *DIGITS, "train=false", "ckpt_path=first/checkpoints/best.ckpt", "hydra.run.dir=evaluated")
     assert folder.file("rows.csv").read_bytes() == (tmp_path / "evaluated/rows.csv").read_bytes()
 
 
 @pytest.mark.slow
 def test_a_failed_job_says_why_in_one_line(tmp_path):
-    failed = run(tmp_path, *TINY, "train=false", "hydra.run.dir=failed", check=False)
+    failed = run(tmp_path, *DIGITS, "train=false", "hydra.run.dir=failed", check=False)
     assert failed.returncode == 1
     assert "train=false evaluates trained weights" in failed.stderr
     assert "Traceback" not in failed.stderr
@@ -117,7 +118,13 @@ def test_a_sweep_reports_and_a_stopped_one_goes_on(tmp_path, launcher):
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_usable_report(tmp_path):
-    words = ["trainer.max_epochs=500", "trainer.enable_progress_bar=false", *TINY[1:], "hydra.run.dir=stopped"]
+    words = [
+        "trainer.max_epochs=500",
+        "trainer.enable_progress_bar=false",
+        "benchmark=digits",
+        *TINY[1:],
+        "hydra.run.dir=stopped",
+    ]
     process = config_kit.start("rmd_plugin.app.train", tmp_path, *words)
     best, deadline = tmp_path / "stopped/checkpoints/best.ckpt", time.monotonic() + 300
     while not best.is_file() and time.monotonic() < deadline and process.poll() is None:
@@ -136,7 +143,7 @@ def test_ddp_inside_a_multirun_leaves_one_folder_per_job(tmp_path, launcher):
     if launcher != "basic":
         pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
     options = ["trainer=ddp", "trainer.accelerator=cpu", "limit_train=100", f"hydra/launcher={launcher}"]
-    run(tmp_path, "-m", *TINY, *options, "backbone.widths=[4,8]", "seed=0,1")
+    run(tmp_path, "-m", *DIGITS, *options, "backbone.widths=[4,8]", "seed=0,1")
     jobs = sorted(path.parent for path in tmp_path.rglob("rows.csv"))
     assert len(jobs) == 2
     assert all(RunFolder(job).done for job in jobs)

@@ -13,7 +13,7 @@ VECTORS = ["benchmark=simulation", "benchmark.dim=10", "benchmark.n_train=20"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "compare"])
-@pytest.mark.parametrize("benchmark", choices("benchmark"))
+@pytest.mark.parametrize("benchmark", [name for name in choices("benchmark") if name != "intents"])
 def test_the_default_backbone_stands_in_the_benchmarks_own_config(command, benchmark):
     chosen = composed(command, f"benchmark={benchmark}", "detector=[rmd]").names.backbone
     own = list(OmegaConf.load(CONF / "benchmark" / f"{benchmark}.yaml").defaults)
@@ -21,6 +21,12 @@ def test_the_default_backbone_stands_in_the_benchmarks_own_config(command, bench
         own += OmegaConf.load(CONF / "benchmark" / "framework.yaml").defaults
     assert {"override /backbone@_global_.backbone": chosen} in own
     assert composed(command, f"benchmark={benchmark}", "backbone=mlp", "detector=[rmd]").names.backbone == "mlp"
+
+
+@pytest.mark.parametrize(("command", "backbone"), [("train", "mlp"), ("compare", "identity"), ("fit", "identity")])
+def test_the_packaged_embeddings_are_trained_on_or_compared_as_they_are(command, backbone):
+    names = composed(command, *(["out=guard"] if command == "fit" else [])).names
+    assert (names.benchmark, names.backbone) == ("intents", backbone)
 
 
 @pytest.mark.parametrize("backbone", ["small_cnn", "mlp"])

@@ -36,6 +36,10 @@ def composed(name, *overrides):
     return config_kit.composed("compare", f"benchmark={name}", *overrides).benchmark
 
 
+#: data that comes with us, with scikit-learn, or is made
+PACKAGED = ("digits", "intents", "simulation")
+
+
 def test_there_is_a_config_for_every_benchmark_of_the_plan():
     expected = "cifar100_vs_cifar10 cifar10_vs_cifar100 clinc150 digits features genomics intents simulation framework"
     assert sorted([*expected.split(), *OWN[1:], *FRAMEWORK]) == NAMES
@@ -96,7 +100,7 @@ def test_a_transform_can_be_given_to_the_config_when_it_is_built():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("digits", "simulation", "framework", *OWN)])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*PACKAGED, "framework", *OWN)])
 def test_absent_data_is_one_error_that_names_the_remedy(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     with pytest.raises(InstantiationException) as caught:

@@ -27,7 +27,8 @@ def run(tmp_path_factory):
     with config_kit.hydra_initialised():
         cfg = compose(
             "train",
-            overrides=["limit_train=60", "limit_test=20", "trainer.max_epochs=1", "resamples=0", "figures=false",
+            overrides=["benchmark=digits", "backbone=small_cnn",
+                       "limit_train=60", "limit_test=20", "trainer.max_epochs=1", "resamples=0", "figures=false",
                        "backbone.widths=[4,4]", "callbacks=checkpoint", "detector=msp", "weights=last",
                        "trainer.enable_progress_bar=false", "logger=none"],
             return_hydra_config=True,
