@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
 
@@ -51,19 +51,15 @@ def choose(rows: Sequence[Row], scores: Scores | None = None) -> Choice | None:
     judged: Literal["near", "all"] = "near" if "near" in sets.values() else "all"
     names = [name for name, distance in sets.items() if judged == "all" or distance == "near"]
     best = ranked[0]
-    given = {name: found for name, found in (scores or {}).items() if name in ranked and {ID, *names} <= set(found)}
-    rivals = None
-    if best in given:
-        quantile = NormalDist().inv_cdf(1 - 0.05 / max(2, len(given) * (len(given) - 1)))
-        others = [name for name in ranked[1:] if name in given]
-        rivals = [name for name in others if _alike(given[best], given[name], names, quantile)]
+    scored = {name: found for name, found in (scores or {}).items() if name in ranked and {ID, *names} <= set(found)}
+    rivals = _rivals(best, scored, names, ranked) if best in scored else None
     choice = Choice(best, judged, near_far_means(rows)[best][judged], rivals)
     for alpha in levels(rows):
         found = select(rows, metric=at_level(DETECTED, alpha), detector=best, status="ok")
         alarms = select(rows, metric=at_level(FALSE_ALARMS, alpha), detector=best, status="ok")
         if alarms:
             detected = mean([row.value for row in found if row.ood in names])
-            return Choice(best, judged, choice.auroc, choice.rivals, alpha, detected, alarms[0])
+            return replace(choice, alpha=alpha, detected=detected, alarms=alarms[0])
     return choice
 
 
@@ -90,20 +86,22 @@ def advice(choice: Choice | None) -> list[str]:
     return lines
 
 
-def _alike(
-    best: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], names: Sequence[str], quantile: float
-) -> bool:
-    """Whether the difference of two mean AUROC over sets lies within so many of its standard errors."""
-    id_shares: list[np.ndarray] = []
-    variance, difference = 0.0, 0.0
-    for name in names:
-        mine, theirs = (placements(scores[ID], scores[name]) for scores in (best, other))
-        id_shares.append(mine[0] - theirs[0])  # the ID samples are those of every set
-        of_ood = mine[1] - theirs[1]
-        difference += of_ood.mean() / len(names)
-        variance += _variance_of_mean(of_ood) / len(names) ** 2
-    variance += _variance_of_mean(np.mean(id_shares, axis=0))
-    return bool(abs(difference) <= quantile * math.sqrt(variance))
+def _rivals(best: str, scores: Scores, names: Sequence[str], ranked: Sequence[str]) -> list[str]:
+    """Detectors whose difference to the best in the mean AUROC over sets is within its standard errors."""
+    quantile = NormalDist().inv_cdf(1 - 0.05 / max(2, len(scores) * (len(scores) - 1)))
+    # the ID samples are those of every set, so their shares are averaged; the OOD samples are each set's own
+    shares = {}
+    for detector, found in scores.items():
+        of_id, of_ood = zip(*(placements(found[ID], found[name]) for name in names), strict=True)
+        shares[detector] = [np.mean(of_id, axis=0), *(part / len(names) for part in of_ood)]
+    rivals = []
+    for other in ranked:
+        if other in shares and other != best:
+            apart = [mine - theirs for mine, theirs in zip(shares[best], shares[other], strict=True)]
+            error = math.sqrt(sum(map(_variance_of_mean, apart)))
+            if abs(apart[0].mean()) <= quantile * error:
+                rivals.append(other)
+    return rivals
 
 
 def _variance_of_mean(values: np.ndarray) -> float:
