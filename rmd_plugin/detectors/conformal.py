@@ -4,21 +4,69 @@ If a new ID sample is exchangeable with the n calibration samples, its p-value (
 is at most alpha with a probability of at most alpha, whatever the detector and the distribution (Vovk et al. 2005).
 With a ``confidence``, the false alarms of *this* calibration set are at most alpha with that probability over its draw:
 its false-alarm rate is a Beta variable, whose quantile is exact. Selections at a false discovery rate are those of
-Benjamini and Hochberg, valid for these p-values (Bates et al. 2023). Knows scores, no detectors.
+Benjamini and Hochberg, valid for these p-values (Bates et al. 2023).
+
+Without held-out samples, each training sample is scored by a detector that was fitted without its fold, and a new
+sample is compared with it by the score of that same detector (CV+, Barber et al. 2021): false alarms are at most
+2 alpha, and about alpha in practice.
+
+:class:`Calibration` knows scores and no detectors, :class:`Calibrated` puts it around a detector, and
+:class:`CalibratedScore` is both as one graph, for export.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from functools import cached_property, lru_cache
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import accumulate, count
 from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
+from pytorch_ood.api import Detector, FeaturesDetector, GradientDetector, LogitsDetector, RequiresFittingException
 from scipy.stats import binom
-from torch import Tensor
-from typing_extensions import Self
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
 
-from rmd_plugin.detectors.files import TensorSpec, check_tensors
+from rmd_plugin.detectors.detectors import (
+    STATE_FORMAT,
+    Encoder,
+    StatefulDetector,
+    as_pair,
+    check_state,
+    evaluating,
+    to_device,
+)
+from rmd_plugin.detectors.moments import (
+    Gather,
+    NumericalWarning,
+    Path,
+    check_features,
+    check_labels,
+    listed,
+    pool_features,
+    read_state,
+    warn,
+    write_state,
+)
+from rmd_plugin.detectors.snapshot import NETWORKS, build_detector, give_encoder, restore_snapshot, take_snapshot
+
+if TYPE_CHECKING:
+    from rmd_plugin.detectors.drift import DriftAlarm
+
+_Kind = Literal["inputs", "features", "logits"]
+#: what changes a fit as a whole or not at all
+_CHANGES = ("update", "forget", "add_class")
+_PREDICT = {"inputs": "predict", "features": "predict_features", "logits": "predict_logits"}
+
+
+# -- levels -----------------------------------------------------------------------------------------------------------
 
 
 def check_level(name: str, value: float, example: float = 0.05) -> None:
@@ -34,16 +82,13 @@ def required_samples(alpha: float, confidence: float | None = None) -> int:
         >>> required_samples(0.05), required_samples(0.05, confidence=0.95)
         (19, 59)
     """
-    check_level("alpha", alpha)
-    if confidence is None:
-        n = math.ceil(1 / alpha) - 1
-    else:
-        check_level("confidence", confidence, 0.95)
-        n = math.ceil(math.log1p(-confidence) / math.log1p(-alpha))
+    allowed_alarms(0, alpha, confidence)  # checks both
+    n = 1 / alpha - 1 if confidence is None else math.log1p(-confidence) / math.log1p(-alpha)
     # the quotients are rounded
-    return next(k for k in range(max(0, n - 2), n + 3) if allowed_alarms(k, alpha, confidence) > 0)
+    return next(k for k in count(max(0, int(n) - 2)) if allowed_alarms(k, alpha, confidence))
 
 
+@lru_cache(maxsize=1024)  # one for each batch and class
 def allowed_alarms(n: int, alpha: float, confidence: float | None = None) -> int:
     """The m for which the m-th largest of n calibration scores is the threshold at ``alpha``; 0 if n is too small.
 
@@ -59,11 +104,6 @@ def allowed_alarms(n: int, alpha: float, confidence: float | None = None) -> int
         m = math.floor(alpha * (n + 1)) + 1  # alpha * (n + 1) may be rounded down: 0.29 * 100 is 28.999...
         return m if m / (n + 1) <= alpha else m - 1
     check_level("confidence", confidence, 0.95)
-    return _confident_alarms(n, alpha, confidence)
-
-
-@lru_cache(maxsize=1024)  # one for each batch and class
-def _confident_alarms(n: int, alpha: float, confidence: float) -> int:
     if n == 0:
         return 0
     # P(Beta(m, n + 1 - m) <= alpha) = P(Binomial(n, alpha) >= m), which falls as m grows
@@ -92,16 +132,27 @@ def benjamini_hochberg(p_values: Tensor, fdr: float) -> Tensor:
     return p_values.double() <= (passed[-1] if len(passed) else -1.0)
 
 
-class Calibration:
+# -- calibration scores -----------------------------------------------------------------------------------------------
+
+
+class Calibration(nn.Module):
     """Scores of ID calibration samples, ready for p-values and thresholds, see :class:`rmd_plugin.CalibrationScores`.
 
     Args:
-        scores: shape (m,), at least one.
-        weights: shape (m,), how many calibration samples a score stands for; by default one each.
-        classes: shape (m,), the class that each belongs to; None for one calibration of all together.
-        overcount: shape (K,), or (1,) without classes, by how much the weights may overstate the number of samples
-            at or above any score. They never understate it.
+        scores: shape (n,), at least one.
+        classes: shape (n,), the class that each belongs to; None for one calibration of all together.
+        num_classes: K, with classes.
         smallest_class: classes with fewer calibration samples use the scores of all classes together.
+        folds: shape (n,), in place of classes: the fold whose detector gave each score. Scores that are compared with
+            them have shape (B, F), one for each of these detectors.
+
+    Attributes:
+        table: the ascending scores of all samples, then those of each class or fold: what a sample is compared with is
+            a slice.
+        starts: where the slice of each class or fold starts, shape (K,) or (F,), or (1,) without them.
+        sizes: its length.
+        classes: of the scores in ascending order, shape (n,), or None.
+        folds: likewise.
 
     Example:
         >>> calibration = Calibration(torch.arange(99.0))
@@ -114,109 +165,66 @@ class Calibration:
     def __init__(
         self,
         scores: Tensor,
-        weights: Tensor | None = None,
         classes: Tensor | None = None,
-        overcount: Tensor | None = None,
+        num_classes: int | None = None,
         *,
         smallest_class: int = 1,
+        folds: Tensor | None = None,
     ) -> None:
+        super().__init__()
         if not len(scores):
             raise ValueError("there is no ID sample (label >= 0) to calibrate on.")
-        self.scores, order = scores.double().sort()
-        self.weights = torch.ones_like(order) if weights is None else weights[order]
-        self.classes = None if classes is None else classes[order]
-        self.overcount = torch.zeros(1, dtype=torch.long) if overcount is None else overcount
-        self.smallest_class = smallest_class
+        self.size = len(scores)
+        ordered, order = scores.double().sort()
+        self.classes = None if classes is None else nn.Buffer(classes[order])
+        self.folds = None if folds is None else nn.Buffer(folds[order])
+        groups = self.classes if self.folds is None else self.folds
+        if groups is None:
+            self.table, self.starts = nn.Buffer(ordered), nn.Buffer(torch.zeros(1).to(order))
+            self.sizes = nn.Buffer(self.starts + self.size)
+            return
+        own = torch.bincount(groups, minlength=num_classes or 0)
+        pooled = own < smallest_class
+        self.table = nn.Buffer(torch.cat([ordered, ordered[groups.argsort(stable=True)]]))
+        self.starts = nn.Buffer(torch.where(pooled, 0, self.size + own.cumsum(0) - own))
+        self.sizes = nn.Buffer(torch.where(pooled, self.size, own))
+        self.class_sizes, self.pooled_classes = nn.Buffer(own), nn.Buffer(pooled)
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], *, smallest_class: int) -> Self:
-        """Make one from :attr:`tensors`, which are checked."""
-        specs = {"scores": TensorSpec("m", finite=False), "weights": TensorSpec("m", torch.long)}
-        specs["overcount"] = TensorSpec("K", torch.long)
-        if "classes" in tensors:
-            specs["classes"] = TensorSpec("m", torch.long)
-        check_tensors(tensors, specs, {})
-        tensors = {name: tensors[name] for name in specs}
-        classes = tensors.get("classes")
-        wrong = [bool(tensors["scores"].isnan().any()), bool((tensors["weights"] < 1).any())]
-        wrong.append(classes is not None and not bool(((classes >= 0) & (classes < len(tensors["overcount"]))).all()))
-        if any(wrong):
-            raise ValueError("the calibration holds NaN scores, weights below one or wrong classes. Calibrate again.")
-        return cls(**tensors, smallest_class=smallest_class)
+    def from_tensors(cls, tensors: Mapping[str, Tensor], *, smallest_class: int = 1) -> Self:
+        """Make one from :attr:`tensors`."""
+        sizes = tensors.get("class_sizes")
+        num_classes = None if sizes is None else len(sizes)
+        if "folds" in tensors:
+            return cls(tensors["scores"], folds=tensors["folds"])
+        return cls(tensors["scores"], tensors.get("classes"), num_classes, smallest_class=smallest_class)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """What there is to be saved."""
-        found = {"scores": self.scores, "weights": self.weights, "overcount": self.overcount}
-        return found if self.classes is None else {**found, "classes": self.classes}
+        if self.folds is not None:
+            return {"scores": self.scores, "folds": self.folds}
+        if self.classes is None:
+            return {"scores": self.scores}
+        return {"scores": self.scores, "classes": self.classes, "class_sizes": self.class_sizes}
 
-    def to(self, device: torch.device | str) -> Calibration:
-        """The same on another device; on the CPU in place of one without float64."""
-        device = "cpu" if torch.device(device).type == "mps" else device
-        moved = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return Calibration(**moved, smallest_class=self.smallest_class)
+    @property
+    def scores(self) -> Tensor:
+        """The scores of all samples in ascending order, shape (n,)."""
+        return self.table[: self.size]
+
+    def to(self, device: torch.device | str) -> Self:  # type: ignore[override]
+        """Move it; on the CPU in place of a device without float64."""
+        return super().to("cpu" if torch.device(device).type == "mps" else device)
 
     def __len__(self) -> int:
         """Number of calibration samples."""
-        return self._size
+        return self.size
 
     def __repr__(self) -> str:
-        per_class = "" if self.classes is None else f" of {len(self.overcount)} classes"
-        error = f", ranks off by at most {self.rank_error:.2g}" if self.rank_error else ""
-        return f"<Calibration: {len(self)} samples{per_class}{error}>"
-
-    @cached_property
-    def _size(self) -> int:
-        return int(self.weights.sum())
-
-    @property
-    def rank_error(self) -> float:
-        """By how much, at most, p-values are larger than those of all scores kept; never smaller. 0 up to the limit.
-
-        With classes, the largest over them, and that of all classes together where some use it.
-        """
-        pooled = int(self.overcount.sum()) / (len(self) + 1)
-        if self.classes is None:
-            return pooled
-        few, own = self.pooled_classes, self.overcount.to(self.scores.device) / (self.class_sizes + 1)
-        return max(float(own[~few].amax()) if not bool(few.all()) else 0.0, pooled if bool(few.any()) else 0.0)
-
-    # -- tables, also those of an exported graph ----------------------------------------------------------------------
-
-    @cached_property
-    def at_least(self) -> Tensor:
-        """Number of calibration samples from the i-th smallest score on, shape (m + 1,)."""
-        return _suffix_sums(self.weights)
-
-    @cached_property
-    def class_sizes(self) -> Tensor:
-        """Calibration samples of each class, shape (K,)."""
-        sizes = torch.zeros(len(self.overcount), dtype=torch.long, device=self.scores.device)
-        return sizes.index_add_(0, self._require_classes(), self.weights)
-
-    @cached_property
-    def pooled_classes(self) -> Tensor:
-        """Which classes have too few samples and use those of all classes together, shape (K,)."""
-        return self.class_sizes < self.smallest_class
-
-    @cached_property
-    def class_keys(self) -> tuple[Tensor, Tensor]:
-        """Class and pooled rank of each score as one number, ascending, shape (m,), and their suffix sums (m + 1,)."""
-        ranks = torch.searchsorted(self.scores, self.scores)
-        keys, order = (self._require_classes() * (len(self.scores) + 1) + ranks).sort()
-        return keys, _suffix_sums(self.weights[order])
-
-    @cached_property
-    def class_past(self) -> Tensor:
-        """Number of samples of the classes after each class, shape (K,): where its suffix sums end."""
-        return _suffix_sums(self.class_sizes)[1:]
-
-    def _require_classes(self) -> Tensor:
-        if self.classes is None:
-            raise ValueError("the calibration is of all classes together: there is none of each class.")
-        return self.classes
-
-    # -- questions ----------------------------------------------------------------------------------------------------
+        kind = "folds" if self.classes is None else "classes"
+        groups = f" of {len(self.sizes)} {kind}" if len(self.sizes) > 1 else ""
+        return f"<Calibration: {self.size} samples{groups}>"
 
     def p_value(
         self, scores: Tensor, classes: Tensor | None = None, *, generator: torch.Generator | None = None
@@ -224,18 +232,18 @@ class Calibration:
         """Conformal p-values in (0, 1], shape (B,), float64: small where the scores are unlike those of ID samples.
 
         Args:
-            scores: shape (B,). A NaN gets the smallest p-value: it is never in-distribution.
+            scores: shape (B,), or (B, F) with folds. A NaN gets the smallest p-value: it is never in-distribution.
             classes: shape (B,), of each sample; only for a calibration per class.
             generator: draws where a sample stands among calibration samples of the same score, and makes the p-values
                 of ID samples exactly uniform. By default ties count in full.
         """
-        found = self._wide(scores)
-        reached, size = self._count(found, classes, right=False)
+        wide, groups = self._wide(scores), self._groups(scores, classes)
+        reached, size = self.count(wide, groups)
         if generator is None:
             return ((1 + reached).double() / (size + 1)).to(scores.device)
-        above, _ = self._count(found, classes, right=True)
-        share = 1 - torch.rand(found.shape, generator=generator, dtype=torch.float64, device=generator.device)
-        return ((above + share.to(found.device) * (1 + reached - above)) / (size + 1)).to(scores.device)
+        above, _ = self.count(wide, groups, right=True)
+        share = 1 - torch.rand(len(wide), generator=generator, dtype=torch.float64, device=generator.device)
+        return ((above + share.to(wide.device) * (1 + reached - above)) / (size + 1)).to(scores.device)
 
     def threshold(self, alpha: float, confidence: float | None = None) -> float | Tensor:
         """The score above which a sample is OOD: at most a share alpha of ID samples scores higher.
@@ -248,68 +256,691 @@ class Calibration:
             The threshold; of a calibration per class those of all classes, shape (K,).
 
         Raises:
-            ValueError: if there are too few calibration samples; the message says how many are needed.
+            ValueError: if there are too few calibration samples; the message says how many are needed. With folds.
         """
-        if self.classes is None:
-            return self._pooled_threshold(alpha, confidence)
-        few = self.pooled_classes
-        alarms = [
-            1 if pooled else _alarms(size, alpha, confidence, f"class {number} has")
-            for number, (size, pooled) in enumerate(zip(self.class_sizes.tolist(), few.tolist(), strict=True))
-        ]
-        keys, at_least = self.class_keys
-        # the largest score that so many samples of the class reach
-        reached = self.class_past + torch.tensor(alarms, device=few.device)
-        own = self.scores[keys[torch.searchsorted(-at_least, -reached, right=True) - 1] % (len(self.scores) + 1)]
-        return own.masked_fill(few, self._pooled_threshold(alpha, confidence)) if bool(few.any()) else own
+        if self.folds is not None:
+            raise ValueError("each fold of a cross-calibration votes: there are p-values and decisions, no threshold.")
+        alarms = [self._alarms(size, label, alpha, confidence) for label, size in enumerate(self.sizes.tolist())]
+        thresholds = self.table[self.starts + self.sizes - torch.tensor(alarms).to(self.starts)]
+        return float(thresholds) if self.classes is None else thresholds
 
-    def _pooled_threshold(self, alpha: float, confidence: float | None) -> float:
-        # the largest score that so many samples reach
-        alarms = _alarms(len(self), alpha, confidence, "there are")
-        return float(self.scores[int((self.at_least[:-1] >= alarms).sum()) - 1])
+    def fold_alarms(self, alpha: float, confidence: float | None = None) -> int:
+        """With folds: a sample is OOD if fewer calibration samples than this reach its scores."""
+        if confidence is not None:
+            raise ValueError("a confidence needs held-out calibration samples: folds promise an average.")
+        return self._alarms(self.size, 0, alpha, None)
+
+    def _alarms(self, size: int, label: int, alpha: float, confidence: float | None) -> int:
+        if alarms := allowed_alarms(size, alpha, confidence):
+            return alarms
+        of = "" if size == self.size else f" of class {label}"
+        asked = f"alpha={alpha:g}" + ("" if confidence is None else f" with confidence={confidence:g}")
+        needed = f"{asked} needs {required_samples(alpha, confidence)} calibration samples{of}, there are {size}"
+        raise ValueError(f"{needed}. Calibrate on more, or raise alpha.")
 
     def is_ood(
         self, scores: Tensor, classes: Tensor | None = None, *, alpha: float, confidence: float | None = None
     ) -> Tensor:
         """Which samples are OOD, shape (B,): those above the threshold, and NaN."""
-        threshold = self.threshold(alpha, confidence)
+        if self.folds is not None:
+            alarms = self.fold_alarms(alpha, confidence)
+            return (self.count(self._wide(scores))[0] < alarms).to(scores.device)
+        threshold, groups = self.threshold(alpha, confidence), self._groups(scores, classes)
         if isinstance(threshold, Tensor):
-            threshold = threshold[self._class_of(classes, scores)]
+            threshold = threshold[groups]
         return (~(self._wide(scores) <= threshold)).to(scores.device)
 
+    def count(self, scores: Tensor, groups: Tensor | None = None, *, right: bool = False) -> tuple[Tensor, Tensor]:
+        """Calibration samples at or above (``right``: above) each score, and how many it was compared with.
+
+        By bisection, because ONNX has no searchsorted. With folds, their counts are added up.
+        """
+        groups = torch.zeros_like(self.starts[0]) if groups is None else groups
+        first, size = (x if self.folds is not None else x[groups] for x in (self.starts, self.sizes))
+        last = len(self.table) - 1
+        below = torch.zeros_like(scores, dtype=torch.long)
+        step = 2 ** self.size.bit_length() // 2
+        while step:
+            place = below + (step - 1)
+            entry = self.table[(first + place).clamp(max=last)]
+            # negated: a NaN is above everything
+            passed = ~(entry > scores) if right else ~(entry >= scores)
+            below = below + step * (passed & (place < size)).long()
+            step //= 2
+        return (size - below, size) if self.folds is None else ((size - below).sum(1), size.sum())
+
     def _wide(self, scores: Tensor) -> Tensor:
-        return scores.detach().to(self.scores.device).double()  # in this order: MPS has no float64
+        return scores.detach().to(self.table.device).double()  # in this order: MPS has no float64
 
-    def _count(self, scores: Tensor, classes: Tensor | None, *, right: bool) -> tuple[Tensor, Tensor | int]:
-        """Calibration samples at or above (``right``: above) each score, and how many there are in all."""
-        ranks = torch.searchsorted(self.scores, scores, right=right).masked_fill_(scores.isnan(), len(self.scores))
-        pooled = self.at_least[ranks]
+    def _groups(self, scores: Tensor, classes: Tensor | None) -> Tensor | None:
         if self.classes is None:
-            return pooled, len(self)
-        classes = self._class_of(classes, scores)
-        keys, at_least = self.class_keys
-        stride = len(self.scores) + 1
-        own = at_least[torch.searchsorted(keys, classes * stride + ranks)] - self.class_past[classes]
-        few = self.pooled_classes[classes]
-        return torch.where(few, pooled, own), torch.where(few, len(self), self.class_sizes[classes])
-
-    def _class_of(self, classes: Tensor | None, scores: Tensor) -> Tensor:
+            return None
         if classes is None or classes.shape != scores.shape:
-            found = "none" if classes is None else f"shape {tuple(classes.shape)}"
-            raise ValueError(f"a calibration per class needs classes of shape {tuple(scores.shape)}, got {found}.")
-        return classes.to(self.scores.device)
+            raise ValueError(f"a calibration per class needs classes of shape {tuple(scores.shape)}.")
+        return classes.to(self.table.device)
 
 
-def _suffix_sums(weights: Tensor) -> Tensor:
-    return torch.cat([weights.flip(0).cumsum(0).flip(0), weights.new_zeros(1)])
+class ScoreMetric(Metric):
+    """Base class of metrics whose states are lists of tensors of shape (B,), gathered over the processes.
+
+    Args:
+        dtypes: name of each list and the type of its tensors, which no parent's ``.to(dtype)`` changes.
+        kwargs: options of :class:`torchmetrics.Metric`.
+    """
+
+    full_state_update: bool = False
+    is_differentiable: bool = False
+    higher_is_better: bool | None = None
+
+    def __init__(self, dtypes: Mapping[str, torch.dtype], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._dtypes = dict(dtypes)
+        for name in dtypes:
+            self.add_state(name, [], dist_reduce_fx="cat")
+
+    def append(self, **batch: Tensor) -> None:
+        """Add tensors of shape (B,) to the lists of their names."""
+        # states made inside Lightning's inference mode could not be used outside of it
+        with torch.inference_mode(False):
+            for name, dtype in self._dtypes.items():
+                values = batch[name].detach()
+                # MPS has no float64; float64 keeps the order and the ties of scores of any precision
+                values = (values.cpu() if values.device.type == "mps" else values).to(dtype, copy=True)
+                getattr(self, name).append(values.to(self.device))
+
+    def collected(self) -> list[Tensor]:
+        """All that was added, one tensor for each list."""
+        empty = {name: torch.zeros(0, dtype=dtype, device=self.device) for name, dtype in self._dtypes.items()}
+        return [dim_zero_cat(getattr(self, name)) if len(getattr(self, name)) else empty[name] for name in empty]
+
+    def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
+        """Add what another metric of this kind has seen."""
+        if not isinstance(incoming_state, type(self)):
+            raise ValueError(f"expected another {type(self).__name__}, got {type(incoming_state).__name__}.")
+        # torchmetrics' own leaves the count and a computed value as they were
+        self.append(**dict(zip(self._dtypes, incoming_state.collected(), strict=True)))
+        self._update_count += incoming_state.update_count
+        self._computed = None
+
+    def _sync_dist(self, dist_sync_fn: Gather = gather_all_tensors, process_group: Any | None = None) -> None:
+        # torchmetrics would gather a float32 tensor from a rank without data, and int64 or float64 from the others
+        for name, tensor in zip(self._dtypes, self.collected(), strict=True):
+            setattr(self, name, [tensor])
+        super()._sync_dist(dist_sync_fn, process_group=process_group)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
+        # another device, but never another dtype: ranks would be lost, and groups are integers
+        return super()._apply(lambda t: t.to(fn(t.new_empty(0)).device), exclude_state)
 
 
-def _alarms(n: int, alpha: float, confidence: float | None, who: str) -> int:
-    found = allowed_alarms(n, alpha, confidence)
-    if not found:
-        asked = f"alpha={alpha:g}" + ("" if confidence is None else f" with confidence={confidence:g}")
-        raise ValueError(
-            f"{who} {n} calibration samples, but {asked} needs {required_samples(alpha, confidence)}. Calibrate on "
-            "more ID samples, or ask for a larger alpha."
-        )
-    return found
+class CalibrationScores(ScoreMetric):
+    """Collects the scores of ID samples, over batches and processes, and makes a :class:`Calibration` of them.
+
+    Scores are kept as they are, 8 bytes each.
+
+    Args:
+        num_classes: K, to calibrate each class by itself; None for all together.
+        kwargs: options of :class:`torchmetrics.Metric`.
+
+    Example:
+        >>> metric = CalibrationScores()
+        >>> for part in torch.arange(5000.0).split(100):
+        ...     metric.update(part)
+        >>> metric.compute()
+        <Calibration: 5000 samples>
+    """
+
+    scores: list[Tensor]
+    classes: list[Tensor]
+
+    def __init__(self, num_classes: int | None = None, **kwargs: Any) -> None:
+        super().__init__({"scores": torch.float64, "classes": torch.long}, **kwargs)
+        self.num_classes = num_classes
+
+    def update(self, scores: Tensor, classes: Tensor | None = None) -> None:
+        """Add the scores (B,) of ID samples, and for a calibration per class the classes (B,) that they fall into.
+
+        Raises:
+            ValueError: if scores are NaN or shapes do not fit. The batch was not added.
+        """
+        if scores.ndim != 1:
+            raise ValueError(f"scores must have shape (B,), one per sample, got {tuple(scores.shape)}.")
+        bad = int(scores.isnan().sum())
+        if bad:
+            raise ValueError(f"{bad} of {len(scores)} calibration scores are NaN. The batch was not added.")
+        if (classes is None) != (self.num_classes is None) or (classes is not None and classes.shape != scores.shape):
+            shape = None if classes is None else tuple(classes.shape)
+            raise ValueError(f"num_classes={self.num_classes} and scores (B,) need classes likewise, got {shape}.")
+        self.append(scores=scores, classes=torch.zeros_like(scores) if classes is None else classes)
+
+    def compute(self) -> Calibration:
+        """The calibration of all scores, of all processes together.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        scores, classes = self.collected()
+        return Calibration(scores, None if self.num_classes is None else classes, self.num_classes)
+
+
+# -- one graph --------------------------------------------------------------------------------------------------------
+
+
+class LogitsScore(nn.Module):
+    """A detector on logits, whose classes are the predicted ones."""
+
+    def __init__(self, detector: LogitsDetector) -> None:
+        super().__init__()
+        self._detector = detector
+        # without the framework's move to the detector's device, which torch 2.6 cannot export
+        predict: Callable[..., Tensor] = type(detector).predict_logits
+        self._predict = getattr(predict, "__wrapped__", predict)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Scores of shape (B,)."""
+        scores: Tensor = self._predict(self._detector, logits)
+        return scores
+
+    def scored(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores, and the predicted classes, both of shape (B,)."""
+        return self(logits), logits.argmax(1)
+
+
+class CalibratedScore(nn.Module):
+    """Score, p-value and decision of features or logits as one graph, without what only runs in Python.
+
+    Args:
+        score: maps features or logits to scores (B,); for a calibration per class it has ``scored``.
+        calibration: of those scores.
+        threshold: above which a sample is OOD; one for each class, shape (K,), if there are classes; with folds the
+            number of calibration samples below which it is.
+        known: label of each place that ``scored`` gives; None for a detector on logits, or without classes.
+        folds: like ``score``, of the detectors of the folds.
+    """
+
+    def __init__(
+        self,
+        score: nn.Module,
+        calibration: Calibration,
+        threshold: float | Tensor,
+        known: Tensor | None = None,
+        folds: Sequence[nn.Module] = (),
+    ) -> None:
+        super().__init__()
+        self.score, self.calibration, self.folds = score, calibration, nn.ModuleList(folds)
+        self.has_classes = known is not None or isinstance(score, LogitsScore)
+        self.known = None if known is None else nn.Buffer(known)
+        self.threshold = nn.Buffer(torch.as_tensor(threshold, dtype=torch.float64))
+
+    def forward(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, p-values (float64) and decisions (bool), each of shape (B,)."""
+        scores, _, p_values, decisions = self.judge(values)
+        return scores, p_values, decisions
+
+    def judge(self, values: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """The same with the labels of the nearest classes in the second place; None for a detector without classes."""
+        classes = None
+        if self.has_classes:
+            scores, classes = self.score.scored(values)  # type: ignore[operator]
+            classes = classes if self.known is None else self.known[classes]
+        else:
+            scores = self.score(values)
+        wide, groups = scores.double(), None if self.calibration.classes is None else classes
+        if len(self.folds):
+            wide = torch.stack([fold(values) for fold in self.folds], 1).double()
+        reached, size = self.calibration.count(wide, groups)
+        threshold = self.threshold if groups is None else self.threshold[groups]
+        decisions = reached < threshold if len(self.folds) else ~(wide <= threshold)
+        return scores, classes, (1 + reached).double() / (size + 1), decisions
+
+
+# -- the detector -----------------------------------------------------------------------------------------------------
+
+
+class Calibrated(Detector):
+    """A detector that also decides: conformal p-values, thresholds with a guarantee, selections.
+
+    Wraps any pytorch-ood detector and is one: whatever else the wrapped one has (``fit_features``, ``class_scores``) is
+    there too. After the fit, call one of the ``calibrate`` methods with ID data that the detector and the network have
+    not seen, or, where there are none to spare, :meth:`fit_calibrate` in place of both: a new fit, ``update``,
+    ``forget`` and ``add_class`` forget the calibration. Decisions about inputs run the network in evaluation mode,
+    ``predict`` runs it in the mode that it has. A sample with NaN or infinite features is OOD. What is promised, and
+    what is not: docs/decisions.md.
+
+    Args:
+        detector: the detector, fitted or not.
+        alpha: share of ID samples that may be flagged, unless a method is given another one.
+        per_class: compare a sample with the calibration samples of its own class, the nearest one of our detectors, the
+            predicted one of detectors on logits: false alarms are at most alpha among the samples of each such class.
+            Classes with too few calibration samples for ``alpha`` are compared with all samples, with a warning and
+            without that promise.
+
+    Attributes:
+        calibration: :class:`rmd_plugin.detectors.conformal.Calibration`, None before it is calibrated.
+        fold_detectors: fitted without one fold each, by :meth:`fit_calibrate`.
+
+    Example:
+        >>> import torch
+        >>> from rmd_plugin import RMD, Calibrated
+        >>> _ = torch.manual_seed(0)
+        >>> z, y = torch.randn(1000, 4), torch.arange(1000) % 2
+        >>> z[:, 0] += 6.0 * y
+        >>> detector = Calibrated(RMD()).fit_features(z[:500], y[:500]).calibrate_features(z[500:])
+        >>> detector.is_ood_features(torch.tensor([[0.0, 0.0, 0.0, 0.0], [3.0, 0.0, 0.0, 0.0]]))
+        tensor([False,  True])
+    """
+
+    def __init__(self, detector: Detector, alpha: float = 0.05, *, per_class: bool = False) -> None:
+        if not isinstance(detector, Detector) or isinstance(detector, Calibrated):
+            remedy = f" Make one: {detector.__name__}(...)." if isinstance(detector, type) else ""
+            raise TypeError(f"expected a pytorch_ood detector that is not calibrated yet, got {detector!r}.{remedy}")
+        check_level("alpha", alpha)
+        self.detector = detector
+        self.alpha, self.per_class = float(alpha), per_class
+        self.calibration: Calibration | None = None
+        self.fold_detectors: list[Detector] = []
+
+    @property
+    def requires_fit(self) -> bool:  # type: ignore[override]
+        """Whether the wrapped detector has to be fitted."""
+        return self.detector.requires_fit
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the wrapped detector."""
+        device: torch.device | None = self.detector.device
+        return device
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the detector and its calibration."""
+        for detector in (self.detector, *self.fold_detectors):
+            detector.to(device)
+        if self.calibration is not None:
+            self.calibration = self.calibration.to(device)
+        return self
+
+    def __repr__(self) -> str:
+        options = f", alpha={self.alpha:g}" + (", per_class=True" if self.per_class else "")
+        return f"Calibrated({self.detector!r}{options}, {self.calibration or 'not calibrated'})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "detector":  # of copies that are still empty
+            raise AttributeError(name)
+        value = getattr(self.detector, name)
+        if not name.startswith("fit_") and name not in _CHANGES:
+            return value
+
+        def fit(*args: Any, **kwargs: Any) -> Any:
+            if name not in _CHANGES:  # a fit that fails may leave anything
+                self._forget_calibration()
+            result = value(*args, **kwargs)
+            self._forget_calibration()
+            return result if name == "add_class" else self
+
+        return fit
+
+    # -- the wrapped detector -----------------------------------------------------------------------------------------
+
+    def fit(self, data_loader: Iterable[Any], **options: Any) -> Self:
+        """Fit the wrapped detector; a calibration that there was is forgotten."""
+        self._forget_calibration()
+        self.detector.fit(data_loader, **options)  # type: ignore[arg-type]
+        return self
+
+    def predict(self, x: Any) -> Tensor:
+        """Scores of the wrapped detector, shape (B,)."""
+        return self.detector.predict(x)
+
+    def _forget_calibration(self) -> None:
+        self.calibration, self.fold_detectors = None, []
+
+    def fit_calibrate(self, data_loader: Iterable[Any], *, folds: int = 10, seed: int = 0) -> Self:
+        """Fit and calibrate on the same data: a loader of pairs (x, y). See :meth:`fit_calibrate_features`."""
+        self._require_features()
+        batches = [(self._encode(x)[1], torch.as_tensor(y)) for x, y in map(as_pair, data_loader)]
+        if not batches:
+            raise ValueError("the loader is empty: there is nothing to fit.")
+        z, y = (torch.cat(column) for column in zip(*batches, strict=True))
+        return self.fit_calibrate_features(pool_features(z), y, folds=folds, seed=seed)
+
+    def fit_calibrate_features(self, z: Tensor, y: Tensor, *, folds: int = 10, seed: int = 0) -> Self:
+        """Fit and calibrate on the same features (N, D) and labels (N,), without held-out data.
+
+        The detector is fitted on all samples, and once more without each fold. These fold detectors stay: a p-value is
+        (1 + number of training samples whose score by the detector without their fold is at least the score of the new
+        sample by that detector) / (N + 1), so that a decision costs ``folds`` scores. At most 2 alpha of new ID samples
+        are flagged on average, and about alpha in practice, *if the encoder has not seen these samples with their
+        labels*: a network that was trained on them flags two to three times as many.
+
+        Raises:
+            TypeError: if the detector is not fitted on features.
+            ValueError: if there are fewer samples than folds, or with ``per_class``.
+        """
+        self._require_features()
+        z, y = check_features(z), check_labels(y, len(z))
+        z, y = z[y >= 0], y[y >= 0]
+        if isinstance(folds, bool) or not isinstance(folds, int) or not 2 <= folds <= len(z):
+            raise ValueError(f"folds must be an integer from 2 to {len(z)}, the number of ID samples, got {folds!r}.")
+        if self.per_class:
+            raise ValueError("per_class=True needs held-out data: calibrate_features(z).")
+        # without the networks, which may be large, and before the fit, which may be
+        networks = {id(getattr(self.detector, name, None)): None for name in NETWORKS}
+        unfitted = [copy.deepcopy(self.detector, dict(networks)) for _ in range(folds)]
+        self._forget_calibration()
+        self.detector.fit_features(z, y)  # type: ignore[attr-defined]
+        fold_of = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed)).to(z.device) % folds
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NumericalWarning)  # the fit on all samples has warned
+            detectors = list(_fit_without_folds(unfitted, z, y, fold_of))
+        metric = CalibrationScores(folds, sync_on_compute=False)
+        for fold, detector in enumerate(detectors):
+            left_out = z[fold_of == fold]
+            scores, _ = self._scored("features", left_out, detector)
+            metric.update(scores, torch.full((len(left_out),), fold))
+        left_out_scores, groups = metric.collected()
+        self.calibration, self.fold_detectors = Calibration(left_out_scores, folds=groups), detectors
+        return self
+
+    def _require_features(self) -> None:
+        if not isinstance(self.detector, FeaturesDetector) or not self.detector.requires_fit:
+            name = type(self.detector).__name__
+            raise TypeError(f"{name} is not fitted on features: calibrate(loader) on held-out data instead.")
+
+    # -- calibration --------------------------------------------------------------------------------------------------
+
+    def calibrate(self, data_loader: Iterable[Any]) -> Self:
+        """Calibrate on held-out ID data: a loader of pairs (x, y), in one pass, with the network in evaluation mode.
+
+        Samples with y < 0 are left out. Under ``torch.distributed`` every process calibrates on its own loader: to
+        calibrate on all of them, pass a :class:`rmd_plugin.CalibrationScores` to :meth:`calibrate_scores`.
+
+        Raises:
+            ValueError: if there is no ID sample, or a score is NaN.
+        """
+        return self._collect((*self._represent(x), torch.as_tensor(y)) for x, y in map(as_pair, data_loader))
+
+    def calibrate_features(self, z: Tensor, y: Tensor | None = None) -> Self:
+        """Calibrate on features of held-out ID samples; with labels ``y``, those below zero are left out."""
+        return self._collect([("features", z, y)])
+
+    def calibrate_logits(self, logits: Tensor, y: Tensor | None = None) -> Self:
+        """Calibrate on logits of held-out ID samples; with labels ``y``, those below zero are left out."""
+        return self._collect([("logits", logits, y)])
+
+    def calibrate_scores(self, scores: Tensor | Sequence[float] | CalibrationScores, y: Tensor | None = None) -> Self:
+        """Calibrate on scores (B,) of held-out ID samples, or on a metric that collected them."""
+        if isinstance(scores, CalibrationScores):
+            return self._set_calibration(scores.compute())
+        if self.per_class:
+            raise ValueError("per_class=True needs the class of each score: collect them in a CalibrationScores.")
+        metric = CalibrationScores(sync_on_compute=False)
+        scores = scores if isinstance(scores, Tensor) else torch.as_tensor(scores, dtype=torch.float64)
+        metric.update(scores if y is None else scores[check_labels(y, len(scores)) >= 0])
+        return self._set_calibration(metric.compute())
+
+    def _collect(self, batches: Iterable[tuple[_Kind, Any, Tensor | None]]) -> Self:
+        metric: CalibrationScores | None = None
+        for kind, values, y in batches:
+            scores, classes = self._scored(kind, values)
+            if metric is None:
+                width = values.shape[1] if kind == "logits" else getattr(self.detector, "n_classes", None)
+                metric = CalibrationScores(width if self.per_class else None, sync_on_compute=False)
+            if y is not None:
+                keep = (check_labels(y, len(scores)) >= 0).to(scores.device)
+                scores, classes = scores[keep], None if classes is None else classes[keep]
+            metric.update(scores, classes)
+        return self._set_calibration(Calibration(torch.zeros(0)) if metric is None else metric.compute())
+
+    def _set_calibration(self, calibration: Calibration) -> Self:
+        if self.per_class != (calibration.classes is not None):
+            raise ValueError(f"per_class={self.per_class}, but the calibration scores are of {calibration!r}.")
+        # an object of its own: a metric gives the same one to everybody who asks
+        smallest = required_samples(self.alpha)
+        self.calibration = Calibration.from_tensors(calibration.tensors, smallest_class=smallest)
+        self.fold_detectors = []
+        if self.per_class and bool(self.calibration.pooled_classes.any()):
+            few = self.calibration.pooled_classes.nonzero().flatten().tolist()
+            classes = f"{len(few)} of {len(self.calibration.class_sizes)} classes have fewer than {smallest} samples"
+            warn(f"{classes}, which alpha={self.alpha:g} needs: {listed(few)}. They are compared with all samples.")
+        return self
+
+    # -- decisions ----------------------------------------------------------------------------------------------------
+
+    def p_value(self, x: Any, *, generator: torch.Generator | None = None) -> Tensor:
+        """Conformal p-values in (0, 1] of inputs, shape (B,), float64. Small means unlike the ID data.
+
+        Args:
+            x: inputs of the wrapped detector.
+            generator: breaks ties at random, which makes the p-values of ID samples exactly uniform.
+        """
+        return self._p_value(*self._represent(x), generator)
+
+    def p_value_features(self, z: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """The same of features."""
+        return self._p_value("features", z, generator)
+
+    def p_value_logits(self, logits: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """The same of logits."""
+        return self._p_value("logits", logits, generator)
+
+    def is_ood(self, x: Any, alpha: float | None = None, *, confidence: float | None = None) -> Tensor:
+        """Which inputs are OOD, shape (B,), of type bool: those that score above :meth:`threshold`, and NaN.
+
+        Args:
+            x: inputs of the wrapped detector.
+            alpha: share of ID samples that may be flagged; by default the detector's.
+            confidence: see :meth:`threshold`.
+        """
+        return self._is_ood(*self._represent(x), alpha, confidence)
+
+    def is_ood_features(self, z: Tensor, alpha: float | None = None, *, confidence: float | None = None) -> Tensor:
+        """The same of features."""
+        return self._is_ood("features", z, alpha, confidence)
+
+    def is_ood_logits(self, logits: Tensor, alpha: float | None = None, *, confidence: float | None = None) -> Tensor:
+        """The same of logits."""
+        return self._is_ood("logits", logits, alpha, confidence)
+
+    def select(self, x: Any, fdr: float = 0.1) -> Tensor:
+        """Which of these inputs are OOD if they are judged together, shape (B,), of type bool (Benjamini-Hochberg).
+
+        Of those that are selected, a share of at most ``fdr`` is ID, in expectation. Pass all of them at once.
+        A NaN has the smallest p-value that there is, but is selected only if that is small enough.
+        """
+        return benjamini_hochberg(self.p_value(x), fdr)
+
+    def select_features(self, z: Tensor, fdr: float = 0.1) -> Tensor:
+        """The same of features."""
+        return benjamini_hochberg(self.p_value_features(z), fdr)
+
+    def select_logits(self, logits: Tensor, fdr: float = 0.1) -> Tensor:
+        """The same of logits."""
+        return benjamini_hochberg(self.p_value_logits(logits), fdr)
+
+    def threshold(self, alpha: float | None = None, confidence: float | None = None) -> float | Tensor:
+        """The score above which a sample is OOD; with ``per_class`` one for each class, shape (K,).
+
+        Args:
+            alpha: share of ID samples that may be flagged, on average over calibration sets; by default the detector's.
+            confidence: if given, at most that share with this probability over the draw of the calibration set.
+
+        Raises:
+            ValueError: if there are too few calibration samples; the message says how many are needed.
+        """
+        return self._require_calibration().threshold(self.alpha if alpha is None else alpha, confidence)
+
+    def judge(self, values: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Scores, classes (if ``per_class``), p-values and decisions of features, or of logits; each of shape (B,)."""
+        calibration = self._require_calibration()
+        kind: _Kind = "logits" if isinstance(self.detector, LogitsDetector) else "features"
+        scores, classes = self._scored(kind, values)
+        compared = self._compared(kind, values)[0] if self.fold_detectors else scores
+        decisions = calibration.is_ood(compared, classes, alpha=self.alpha)
+        return scores, classes, calibration.p_value(compared, classes), decisions
+
+    def drift_alarm(self, level: float = 0.01, every: int | None = None, seed: int = 0) -> DriftAlarm:
+        """An alarm for a stream of scores that are no longer like the calibration's: :class:`rmd_plugin.DriftAlarm`."""
+        from rmd_plugin.detectors.drift import DriftAlarm
+
+        if self.fold_detectors:
+            raise ValueError("a drift alarm needs the scores of held-out data: calibrate(loader), not fit_calibrate.")
+        return DriftAlarm(self._require_calibration().scores, level, every, seed)
+
+    def _p_value(self, kind: _Kind, values: Any, generator: torch.Generator | None) -> Tensor:
+        return self._require_calibration().p_value(*self._compared(kind, values), generator=generator)
+
+    def _is_ood(self, kind: _Kind, values: Any, alpha: float | None, confidence: float | None) -> Tensor:
+        calibration, level = self._require_calibration(), self.alpha if alpha is None else alpha
+        return calibration.is_ood(*self._compared(kind, values), alpha=level, confidence=confidence)
+
+    def _require_calibration(self) -> Calibration:
+        if self.calibration is None:
+            ways = "calibrate(loader), calibrate_features(z), calibrate_logits(l) or calibrate_scores(s)"
+            raise RequiresFittingException(f"not calibrated. Call {ways} with held-out ID data, after the last fit.")
+        return self.calibration
+
+    # -- scores and classes -------------------------------------------------------------------------------------------
+
+    def _represent(self, x: Any) -> tuple[_Kind, Any]:
+        """What is scored in place of inputs, if their class is needed too, or several detectors score them."""
+        return self._encode(x) if self.per_class or self.fold_detectors else ("inputs", to_device(x, self.device))
+
+    def _encode(self, x: Any) -> tuple[_Kind, Tensor]:
+        """Features or logits of inputs, from the network in evaluation mode."""
+        network = "model" if isinstance(self.detector, LogitsDetector) else "encoder"
+        run: Callable[[Any], Tensor] | None = getattr(self.detector, network, None)
+        if run is None:
+            raise ValueError(f"{self.detector!r} lacks the {network} that classes or folds are found with.")
+        with torch.no_grad(), evaluating(run):
+            return "logits" if network == "model" else "features", run(to_device(x, self.device))
+
+    def _compared(self, kind: _Kind, values: Any) -> tuple[Tensor, Tensor | None]:
+        """Scores that the calibration compares, shape (B,), or (B, F) with folds, and the classes if it needs them."""
+        if not self.fold_detectors:
+            return self._scored(kind, values)
+        return torch.stack([self._scored(kind, values, fold)[0] for fold in self.fold_detectors], 1), None
+
+    def _scored(self, kind: _Kind, values: Any, fold: Detector | None = None) -> tuple[Tensor, Tensor | None]:
+        """Scores of shape (B,), of a fold's detector if one is given, and the classes if they are needed."""
+        predict = getattr(fold or self.detector, _PREDICT[kind], None)
+        if predict is None:
+            raise TypeError(f"{type(self.detector).__name__} does not score {kind}.")
+        if self.per_class and kind == "features" and isinstance(self.detector, StatefulDetector):
+            with suppress(NotImplementedError), torch.inference_mode(False):  # raised by a detector without classes
+                return self.detector.scored_classes(values)
+        networks = [value for value in vars(self.detector).values() if isinstance(value, nn.Module)]
+        differentiates = isinstance(self.detector, GradientDetector)
+        with evaluating(*networks), torch.inference_mode(False), torch.set_grad_enabled(differentiates):
+            scores = _score_finite(predict, values) if isinstance(values, Tensor) else predict(values)
+        expected = (len(values),) if isinstance(values, Tensor) else getattr(scores, "shape", None)
+        if not isinstance(scores, Tensor) or scores.ndim != 1 or scores.shape != expected:
+            shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(f"a decision needs one score for each sample, got {shape}.")
+        if not self.per_class:
+            return scores.detach(), None
+        if kind != "logits":
+            name = type(self.detector).__name__
+            raise ValueError(f"per_class=True needs nearest_class() or logits, which {name} on {kind} has not.")
+        return scores.detach(), values.argmax(1)
+
+    # -- saving and export --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The fitted detector and its calibration, as plain tensors and numbers, without networks."""
+        return {
+            "format": STATE_FORMAT,
+            "detector": type(self).__name__,
+            "options": {"alpha": self.alpha, "per_class": self.per_class},
+            "inner": take_snapshot(self.detector),
+            **({"folds": [take_snapshot(fold) for fold in self.fold_detectors]} if self.fold_detectors else {}),
+            "tensors": {} if self.calibration is None else dict(self.calibration.tensors),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> Self:
+        """Take over what :meth:`state_dict` gave; the networks of the wrapped detector stay."""
+        restore_snapshot(self.detector, check_state(state)["inner"])
+        self.alpha, self.per_class = state["options"]["alpha"], state["options"]["per_class"]
+        self._forget_calibration()
+        self.fold_detectors = [build_detector(fold) for fold in state.get("folds", ())]
+        if "scores" in state["tensors"]:
+            smallest = required_samples(self.alpha)
+            self.calibration = Calibration.from_tensors(state["tensors"], smallest_class=smallest)
+        return self
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], encoder: Encoder | None = None) -> Self:
+        """Make a calibrated detector from the result of :meth:`state_dict`.
+
+        ``encoder`` becomes the network of the wrapped one: to features, to logits for detectors on logits, or whatever
+        it was made with.
+        """
+        if "inner" not in check_state(state):
+            raise ValueError("this is not the state of a calibrated detector. Expected what state_dict() gave.")
+        calibrated = cls(build_detector(state["inner"])).load_state_dict(state)
+        if encoder is not None:
+            give_encoder(calibrated.detector, encoder)
+        return calibrated
+
+    def save(self, path: Path) -> None:
+        """Write the fitted detector and its calibration to a safetensors file, without networks."""
+        write_state(path, self.state_dict())
+
+    @classmethod
+    def load(cls, path: Path, encoder: Encoder | None = None, *, map_location: str | torch.device = "cpu") -> Self:
+        """Read what :meth:`save` wrote; nothing in the file is executed."""
+        return cls.from_state(read_state(path, map_location), encoder)
+
+    def to_module(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """One graph for score, p-value and decision at ``alpha``, for ``torch.export``, ONNX or a model of your own.
+
+        Its ``forward`` maps features, or logits for a detector on logits, to three tensors of shape (B,).
+
+        Raises:
+            TypeError: if the wrapped detector is neither on logits nor has a ``to_module``.
+        """
+        calibration, known = self._require_calibration(), None
+        if isinstance(self.detector, LogitsDetector):
+            score: nn.Module = LogitsScore(self.detector)
+        elif isinstance(self.detector, StatefulDetector):
+            score, known = self.detector.to_module(dtype), self.detector._state.get("classes")
+        else:
+            raise TypeError(f"{type(self.detector).__name__} has no to_module(), so it cannot be exported.")
+        if not self.fold_detectors:
+            return CalibratedScore(score, calibration, self.threshold(), known).eval()
+        folds = [fold.to_module(dtype) for fold in self.fold_detectors]  # type: ignore[attr-defined]
+        return CalibratedScore(score, calibration, calibration.fold_alarms(self.alpha), known, folds).eval()
+
+
+def _fit_without_folds(unfitted: list[Any], z: Tensor, y: Tensor, fold_of: Tensor) -> Iterator[Detector]:
+    """Detectors that are fitted on all samples but those of their fold."""
+    first = unfitted[0]
+    if not isinstance(first, StatefulDetector) or not first.from_moments:
+        for fold, detector in enumerate(unfitted):
+            yield detector.fit_features(z[fold_of != fold], y[fold_of != fold])
+        return
+    parts = []
+    for fold in range(len(unfitted)):
+        metric = first.new_moments(int(y.max()) + 1, sync_on_compute=False)
+        metric.update(z[fold_of == fold], y[fold_of == fold])
+        parts.append(metric.compute())
+    # sums of the others rather than differences to all: with fewer samples than features nothing cancels
+    ahead, behind = list(accumulate(parts)), list(accumulate(reversed(parts)))[::-1]
+    for fold, detector in enumerate(unfitted):
+        yield detector.fit_moments(sum(ahead[max(0, fold - 1) : fold] + behind[fold + 1 : fold + 2]))
+
+
+def _score_finite(predict: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Scores of a batch; NaN for samples with NaN or infinite values, which some detectors refuse."""
+    values = values.clone() if values.is_inference() else values
+    finite = values.reshape(len(values), -1).isfinite().all(1) if values.is_floating_point() else None
+    if finite is None or bool(finite.all()):
+        return predict(values)
+    scores = torch.full((len(values),), torch.nan, device=values.device)
+    if bool(finite.any()):
+        scores[finite] = predict(values[finite]).detach().to(scores)
+    return scores
+
+
+def bare(detector: Detector) -> Detector:
+    """The detector itself, without the calibration around it."""
+    return detector.detector if isinstance(detector, Calibrated) else detector

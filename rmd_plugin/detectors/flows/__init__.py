@@ -1,1 +1,0 @@
-"""Flows: many masked autoregressive flows at once, their shape (spec), training and scoring."""
