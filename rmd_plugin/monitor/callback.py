@@ -2,79 +2,104 @@
 
 from __future__ import annotations
 
+import math
+import pickle
+import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal
 
-import pytorch_lightning as pl
+import pandas as pd  # type: ignore[import-untyped]
 import torch
-from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
-from pytorch_ood.api import Detector
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
+from pytorch_ood.api import Detector, FeaturesDetector, LogitsDetector
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
-from rmd_plugin.detectors.calibrated import Calibrated, bare
-from rmd_plugin.detectors.conformal import check_level
-from rmd_plugin.detectors.snapshot import NotKeptError, build_detector, restore_snapshot
-from rmd_plugin.encoding.batches import EncodingError
-from rmd_plugin.monitor.engine import Engine, OODMonitorWarning
-from rmd_plugin.monitor.evaluation import check_names
-from rmd_plugin.monitor.inert import CheckpointError
-from rmd_plugin.monitor.journal import STAGES
-from rmd_plugin.monitor.lightning_roots import Callback, builds_itself
-from rmd_plugin.monitor.lockstep import check_strategy
-from rmd_plugin.monitor.roster import Spec, give_network, read_calibrations
-from rmd_plugin.monitor.snapshot import HEADER, check_format, monitor_states
-from rmd_plugin.monitor.trainer_access import ends_now, has_validation, pack_metrics, training_loaders
+from rmd_plugin.compare import adapters
+from rmd_plugin.compare.adapters import Encoded, EncodingError, Representation
+from rmd_plugin.compare.metrics import MEAN, METRICS, check_set_names, compare_scores
+from rmd_plugin.compare.rows import FALSE_ALARMS, THRESHOLD
+from rmd_plugin.detectors.conformal import Calibrated, Calibration, bare, check_level, required_samples
+from rmd_plugin.detectors.drift import DriftAlarm
+from rmd_plugin.detectors.snapshot import NotKeptError, build_detector, restore_snapshot, take_snapshot
+from rmd_plugin.files import detector_options, replacing
+from rmd_plugin.monitor import Callback, fitting
+from rmd_plugin.monitor.features import BatchEncoder, Encoding, as_linear, is_linear, isolated_rng, visiting
+from rmd_plugin.monitor.fitting import Fit, Share, encode_share, runs_together, training_loader
 
 __all__ = ["OODMonitor", "OODMonitorWarning"]
 
+#: a detector; or the name, the class or a partial of the class of one
+Spec = Detector | Callable[..., Detector]
 #: the first is for LightningCLI, which builds what is named by class
 Loader = DataLoader | Iterable[Any]
+
+#: columns of the history, besides the value
+TIME, KEY = ("stage", "epoch", "step"), ("detector", "ood", "metric")
+#: the OOD set of samples that only their label below zero marks
+UNKNOWN = "unknown"
+#: share of an OOD set that a calibrated detector flags at its level alpha of false alarms
+DETECTED = "detected"
+#: what every state in a checkpoint begins with
+HEADER = {"kind": "rmd_plugin.OODMonitor", "format": 2}
+
+
+class OODMonitorWarning(UserWarning):
+    """A detector could not be fitted or scored; its metrics are NaN and the training goes on."""
 
 
 class OODMonitor(Callback):
     """Fits OOD detectors on the training features at each validation, scores them, and logs the metrics.
 
-    The module needs no change. Training with the monitor gives the same weights as without it, bit for bit. Under DDP
-    and FSDP2 (``ModelParallelStrategy``) every sample counts once. Logged are, for each detector and OOD set,
+    The module needs no change. Training with the monitor gives the same weights as without it, bit for bit, unless the
+    data keep state of their own in the main process (docs/lightning.md). Under DDP and FSDP2
+    (``ModelParallelStrategy``) every sample counts once. Logged are, for each detector and OOD set,
     ``ood/<detector>/<set>/{AUROC,AUPR-IN,AUPR-OUT,FPR95TPR}``, their mean over the sets as ``ood/<detector>/mean/...``,
     and ``ood/<detector>/fit_seconds``; ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them. The fitted detectors
     and the history travel in the Lightning checkpoint.
 
     The ID validation scores also calibrate the detectors: ``ood/<detector>/threshold`` is the score above which a
-    sample is OOD at ``alpha``, ``ood/<detector>/<set>/FPR@alpha`` the share of an OOD set that is accepted, and in
-    ``validate`` and ``test`` ``ood/<detector>/false_alarms`` the share of ID samples that is not. A validation set that
-    also chose the epoch or stopped the training makes the promise weaker, see docs/decisions.md.
+    sample is OOD at ``alpha``, ``ood/<detector>/<set>/detected`` the share of an OOD set that is flagged, and in
+    ``validate`` and ``test`` ``ood/<detector>/false_alarms`` the share of ID samples that is flagged. A validation set
+    that also chose the epoch or stopped the training makes the promise weaker, see docs/decisions.md.
 
     ID scores come from the validation batches that the trainer runs anyway. Without validation the detectors are
     refitted at the end of the training epochs and saved, but not scored; likewise at the end of the training, if its
-    last step has had no validation (``max_steps`` within an epoch). The sanity check only checks that the batches
-    can be encoded. In ``validate`` and ``test`` the detectors of the checkpoint are scored; one that it does not hold
-    is fitted if there is a ``fit_loader``. With ``ddp_spawn`` the history stays in the worker processes (read it from a
-    checkpoint), and Lightning hangs at the end of a fit that has logged more than about 200 metrics: use ``ddp``.
+    last step has had no validation (``max_steps`` within an epoch). In ``validate`` and ``test`` the detectors of the
+    checkpoint are scored; one that it does not hold is fitted if there is a ``fit_loader``. Wrong settings are errors
+    before the first training step; later, with ``on_error="warn"``, nothing of the monitor ends a training.
 
     Args:
-        detectors: detectors by name; or names alone, those of rmd_plugin's classes and those that ``detector=`` of the
-            commands takes, as ``["rmd", "knn"]``. In place of a detector may stand such a name, its class, as such or
-            by its dotted name, or a ``functools.partial`` of it (``_partial_: true`` in Hydra): it is built before each
-            refit from what the module offers, the weights of the head, the number of classes, or the module itself for
-            detectors on inputs. Or a function that makes a detector from the LightningModule, called before each refit.
-            The framework's detectors ask for a network that the monitor does not use: not ``KNN()``, which Python
-            refuses, but ``KNN``, ``partial(KNN, k=50)``, ``KNN(None, k=50)`` or ``"knn"``.
-            A :class:`rmd_plugin.FusedRMD` without a head gets the network's; the log says which. The layers of a
-            :class:`rmd_plugin.MultiLayer` are those of the module (``"model.layer*"``) or of the part of it that it was
-            given, and are heard in the passes that give the features.
+        detectors: detectors by name; or names alone, those that ``detector=`` of the commands takes, as
+            ``["rmd", "knn"]``. In place of a detector may stand such a name, its class, or a ``functools.partial`` of
+            it with options (``_partial_: true`` in Hydra): it is built before each refit from what the module offers,
+            the weights of the head, the number of classes, or the module itself for detectors on inputs. The
+            framework's detectors ask for a network that the monitor does not use: ``KNN``, ``partial(KNN, k=50)``,
+            ``KNN(None, k=50)`` or ``"knn"``. A :class:`rmd_plugin.FusedRMD` without a head gets the network's.
         head: dotted name of the classification layer, whose input is the features and whose output is the logits. By
-            default the ``nn.Linear`` whose output the network returns. Of tokens or maps, the features are the position
-            that is classified, or the mean, whichever gives the network's logits.
-        ood: loaders of OOD data by name; their labels are ignored. By default ``ood_dataloaders()`` of the datamodule,
-            if it has that method.
-        encoder: the other way to the features, see :class:`rmd_plugin.encoding.batch_encoder.BatchEncoder`.
-        forward: ``forward(module, batch)``, for batches that are neither (x, y) nor dicts.
-        labels: ``labels(batch)``, the same.
-        ood_dataloaders: validation (and test) dataloaders that hold OOD data: name by index.
+            default the last linear layer whose output the network returns; the log names it. Of tokens the features
+            are the position that is classified, or the mean, whichever gives the network's logits.
+        ood: loaders of OOD data by name; their labels are ignored. By default ``ood_dataloaders()`` of the datamodule
+            or module, if there is one.
+        encoder: the other way to the features: the name of a submodule whose output they are, or of a method of the
+            module, or any callable; methods and callables get the inputs of the batch.
+        forward: ``forward(module, batch)`` runs the module in the monitor's own passes. By default the module's own
+            ``predict_step``, else ``forward`` with the inputs, which dicts keep under the usual names.
+        labels: ``labels(batch)`` gives the labels of a batch. By default the second of a pair, or the entry of a dict
+            under one of the usual names.
+        ood_dataloaders: validation, test and predict dataloaders that hold OOD data: name by index. A stage that has
+            fewer dataloaders goes without.
         refit: ``"pass"``: a pass of its own over the fit loader, in evaluation mode. ``"stream"``: from the forward
             passes of the training epoch, at no cost, but of weights that were still changing, and in training mode.
         fit_loader: what to fit on. By default ``fit_dataloader()`` of the datamodule or module if there is one, else
@@ -86,7 +111,8 @@ class OODMonitor(Callback):
             the last values; loggers get none.
         warmup_epochs: epochs to wait before the first time. Meanwhile monitoring callbacks see NaN, at which
             ``EarlyStopping`` stops unless it has ``check_finite=False``.
-        figures_dir: folder for the figures. Loggers that take images get them in any case.
+        figures_dir: folder for the figures. Loggers get them in any case.
+        predictions: Parquet file for what ``trainer.predict`` gives, see :attr:`predictions`.
         calibrate: whether the ID validation scores calibrate the detectors.
         alpha: share of ID samples that may be flagged.
         on_error: ``"warn"``: a detector that fails is NaN for this epoch, with one warning. ``"raise"``: stop instead.
@@ -117,6 +143,7 @@ class OODMonitor(Callback):
         every_n_epochs: int = 1,
         warmup_epochs: int = 0,
         figures_dir: str | PathLike[str] | None = None,
+        predictions: str | PathLike[str] | None = None,
         calibrate: bool = True,
         alpha: float = 0.05,
         on_error: Literal["warn", "raise"] = "warn",
@@ -124,41 +151,59 @@ class OODMonitor(Callback):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for name, value, choices in (("refit", refit, ("pass", "stream")), ("on_error", on_error, ("warn", "raise"))):
-            if value not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
-        if every_n_epochs < 1 or warmup_epochs < 0:
+        if refit not in ("pass", "stream") or on_error not in ("warn", "raise") or every_n_epochs < 1:
             raise ValueError(
-                f"expected every_n_epochs >= 1 and warmup_epochs >= 0, got {every_n_epochs} and {warmup_epochs}."
+                "expected refit='pass' or 'stream', on_error='warn' or 'raise', every_n_epochs >= 1, got "
+                f"{refit!r}, {on_error!r}, {every_n_epochs!r}."
             )
-        check_level("alpha", alpha)
         if head is not None and encoder is not None:
             raise ValueError(f"give head or encoder, not both: got head={head!r} and encoder={encoder!r}.")
-        # Hydra gives mappings of its own kind
-        self.ood = None if ood is None else {str(name): ood[name] for name in ood}
+        check_level("alpha", alpha)
+        self._specs = read_detectors(detectors)
+        self.ood = None if ood is None else check_loaders(ood)
         self.ood_dataloaders = {int(index): str(name) for index, name in (ood_dataloaders or {}).items()}
-        check_names((*(self.ood or ()), *dict.fromkeys(self.ood_dataloaders.values())))
-        #: the classification layer, once it is found
-        self.head = self._given_head = head
-        self.encoder, self.forward, self.labels = encoder, forward, labels
+        check_set_names((*(self.ood or ()), *dict.fromkeys(self.ood_dataloaders.values()), UNKNOWN))
+        self._head, self.encoder, self.forward, self.labels = head, encoder, forward, labels
         self.refit, self.fit_loader = refit, fit_loader
-        self.limit_fit_batches, self.limit_ood_batches = _limit(limit_fit_batches), _limit(limit_ood_batches)
+        self.limit_fit_batches, self.limit_ood_batches = limit_fit_batches, limit_ood_batches
         self.every_n_epochs, self.warmup_epochs = every_n_epochs, warmup_epochs
         self.calibrate, self.alpha = calibrate, float(alpha)
-        self.figures_dir, self.on_error, self.prefix, self.seed = figures_dir, on_error, prefix, seed
-        self._engine = Engine(self, detectors)
-        self._resuming = True  # else the state is only evaluated
-        self._loaded = False
+        self.figures_dir, self.predictions_path = figures_dir, predictions
+        self.on_error, self.prefix, self.seed = on_error, prefix, seed
+        self.history: list[dict[str, Any]] = []  #: rows: stage, epoch, step, detector, ood, metric, value
+        #: after ``trainer.predict``: score, p-value and decision of each detector for each sample
+        self.predictions: pd.DataFrame | None = None
+        #: after ``trainer.predict``: has the stream changed? One for each calibrated detector
+        self.drift_alarms: dict[str, DriftAlarm] = {}
+        self._metrics = (*METRICS, DETECTED) if calibrate else METRICS
+        self._adapters = {n: adapters.adopt(spec) for n, spec in self._specs.items() if isinstance(spec, Detector)}
+        of_ours = [(n, a.detector) for n, a in self._adapters.items() if adapters.takes_head(a.detector)]
+        self._headless = {name for name, detector in of_ours if not adapters.has_head(detector)}
+        # why a detector cannot score
+        self._unfit = {n: "it is not fitted." for n, spec in self._specs.items() if not getattr(spec, "fitted", False)}
+        self._calibrations: dict[str, Calibration] = {}
+        self._classes: set[int] = set()  # labels of the samples of the last fit
+        self._fit_step: int | None = None  # of the last fit in this training, failed or not
+        self._saved: dict[str, Any] = {}  # the state of a checkpoint, until the detectors are built
+        # of one run
+        self._stage = "fit"
+        self._encoder: Any = None  # a BatchEncoder
+        self._hooks = False  # whether it records the steps of evaluations; a compiled network is run once more instead
+        self._stream: Fit | None = None
+        self._evaluation: Evaluation | None = None
+        self._shares: dict[int, Share] = {}  # by the id of their loaders
+        self._offers: dict[str, Any] = {}  # loaders of the datamodule, by the method that makes them
+        self._told: set[str] = set()
+
+    @property
+    def head(self) -> str | None:
+        """Name of the classification layer, once it is found."""
+        return self._head if self._encoder is None else self._encoder.head
 
     @property
     def detectors(self) -> dict[str, Detector]:
         """The detectors by name, as last fitted."""
-        return self._engine.roster.detectors
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """One row for each epoch, detector, OOD set and metric: stage, epoch, step, detector, ood, metric, value."""
-        return self._engine.journal.rows
+        return {name: self._adapters[name].detector for name in self._specs if name in self._adapters}
 
     @property
     def state_key(self) -> str:
@@ -167,154 +212,557 @@ class OODMonitor(Callback):
 
     # -- setup --------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the strategy, and the name of the head, unless the module is still to be built."""
-        if stage not in STAGES.values():
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the strategy, and begin a new run."""
+        fitting.check_strategy(trainer.strategy)
+        self._stage = stage.lower()  # a plain string: Lightning passes an Enum
+        self._encoder, self._fit_step = None, None
+        self._offers.clear()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Build the detectors and get ready to record features."""
+        if self._encoder is not None:
             return
-        if untested := check_strategy(trainer):
-            self._engine.complain(untested, once=True)
-        self.head = self._given_head
-        self._engine.datamodule_ood = self._engine.fit_step = None
-        self._resuming, self._loaded = stage == "fit", False
-        try:
-            self._engine.new_encoder(pl_module)
-        except EncodingError:
-            if not builds_itself(pl_module):
-                raise
+        if self._stage != "fit" and not self._saved and trainer.ckpt_path:
+            try:  # Lightning restores callbacks here only since 2.6
+                state = load_checkpoint(trainer.ckpt_path, "cpu").get("callbacks", {}).get(self.state_key)
+                if state is not None:
+                    self.load_state_dict(state)
+            except (ValueError, OSError) as error:
+                self._complain(f"the checkpoint could not be read for its detectors. {error}")
+        options: Any = {"encoder": self.encoder, "forward": self.forward, "labels": self.labels}
+        encoder = self._encoder = BatchEncoder(pl_module, self._head, **options)
+        self._hooks = encoder.records and not encoder.compiled
+        self._build([name for name in self._specs if name not in self._adapters or name in self._unfit])
+        fed = [(name, a.fitted_on, a.scored_on) for name, a in self._adapters.items()]
+        encoder.logits = any(Representation.LOGITS in feeds for feeds in fed)
+        inputs = [name for name, *feeds in fed if Representation.INPUTS in feeds]
+        if inputs and runs_together(trainer):
+            raise ValueError(f"{', '.join(inputs)} would run the network, which under FSDP2 all processes do together.")
+        if self.refit == "stream" and (not encoder.records or any(f is Representation.INPUTS for _, f, _ in fed)):
+            raise ValueError(
+                "refit='stream' only records features: it has no inputs to fit detectors on, and calls no encoder. Use "
+                "refit='pass', or a second OODMonitor with another prefix."
+            )
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the hooks in place."""
-        self._engine.attach(trainer, pl_module)
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the hooks in place, if this is not part of a fit."""
-        if trainer.state.fn != TrainerFn.FITTING and not self._loaded and trainer.ckpt_path:
-            self._load_checkpoint(str(trainer.ckpt_path))  # Lightning restores callbacks here only since 2.6
-        self._engine.attach(trainer, pl_module)
-        self._engine.check_dataloaders(trainer)
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remove the hooks."""
+        if self._encoder is not None:
+            self._encoder.stop()
+        self._evaluation = self._stream = None
+        self._shares.clear()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take the hooks away."""
-        self._engine.detach()
-        pack_metrics(trainer)
+    on_exception = teardown  # type: ignore[assignment]  # after an error Lightning does not call teardown
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Take the hooks away: Lightning does not call ``teardown`` after an error."""
-        self._engine.detach()
+    def _build(self, names: Iterable[str]) -> None:
+        """Build the detectors that are given as classes; give the head to those without; restore saved fits."""
+        encoder = self._encoder
+        layers = dict(encoder.module.named_modules())
+        # before the first pass has found the head, it is the one of the checkpoint, or the last linear layer
+        linear = [name for name, layer in layers.items() if is_linear(layer)]
+        head = next((h for h in (encoder.head, self._saved.get("head"), *linear[::-1]) if h in layers), None)
+        layer = as_linear(encoder.find(head)) if encoder.by_head and head else None
+        width, classes = (None, None) if layer is None else (layer.in_features, layer.out_features)
+        parts = adapters.NetworkParts(width, classes, head=layer, has_logits=True, model=encoder.target, seed=self.seed)
+        # copies of weights that are made in inference mode could not take part in autograd
+        with isolated_rng(self.seed), torch.inference_mode(False):
+            for name in names:
+                spec = self._specs[name]
+                if name in self._headless:
+                    adapters.give_head(self.detectors[name], parts)
+                if isinstance(spec, Detector):
+                    continue
+                try:
+                    self._adapters[name] = adapters.build(spec, parts)
+                except adapters.NotSupported as reason:
+                    raise ValueError(
+                        f"{name!r} cannot be monitored while the network trains: it {reason}. Options are given by "
+                        "functools.partial(CLASS, name=value)."
+                    ) from reason
+        self._restore_saved()
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse a stream of which nobody knows which labels belong to which features."""
-        count = len(training_loaders(trainer))
-        if self.refit == "stream" and count > 1:
-            raise EncodingError(
-                f"refit='stream' cannot tell apart the samples of {count} training dataloaders. Use refit='pass' with "
-                "fit_loader=."
-            )
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Try the first batch to fit on, so that wrong settings are told before the training."""
+        if self.refit == "stream":
+            training_loader(trainer, twice=False)
+            return
+        with closing(encode_share(trainer, self._encoder, self._fit_share(trainer))) as batches, as_validation(trainer):
+            try:
+                if next(batches)[0].labels is None:
+                    raise EncodingError("the batches to fit on have no labels. Pass labels=, or another fit_loader=.")
+            except EncodingError:
+                raise
+            except Exception:  # data that cannot be read are told at the first fit
+                return
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a new stream. Where validation does not follow the epochs, a stream runs from one to the next."""
         if trainer.check_val_every_n_epoch is not None:
-            self._engine.stream.clear()
+            self._stream = None
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Listen to the forward pass, if the detectors are fitted on those of the training."""
-        if self.refit == "stream" and self._engine.due(trainer):
-            self._engine.listen(trainer, pl_module, batch)
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Record the forward pass, if the detectors are fitted on those of the training."""
+        if self.refit == "stream" and self._due(trainer):
+            self._encoder.start()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add what was heard to the stream."""
-        if self.refit == "stream" and self._engine.due(trainer):
-            self._engine.add_to_stream(trainer, batch)
+        """Add what was recorded to the stream."""
+        if self.refit != "stream" or not self._due(trainer):
+            return
+        stream = self._stream = self._stream or Fit(self._adapters, pl_module.device)
+        try:
+            encoded = self._encoder.take(batch)
+            loader = training_loader(trainer, twice=False)
+            positions, keep = fitting.dataset_positions(loader, stream.num_samples, len(encoded), trainer)
+            stream.num_samples += len(encoded)
+            stream.update(encoded.select(keep), positions[keep])
+        except Exception as error:
+            stream.fail(error)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refit without validation, and at the end of the training, so that the checkpoints hold fitted detectors."""
-        if ends_now(trainer) or (self._engine.due(trainer) and not has_validation(trainer)):
-            self._engine.refit_unscored(trainer, pl_module)
+        reached = ((trainer.global_step, trainer.max_steps), (trainer.current_epoch + 1, trainer.max_epochs))
+        ends = any(limit is not None and 0 <= limit <= count for count, limit in reached)
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        # before the first validation its loaders are not there yet
+        validates = validation._combined_loader is None or any(trainer.num_val_batches)
+        due = ends or (self._due(trainer) and not (trainer.enable_validation and validates))
+        if not due or trainer.global_step == self._fit_step:
+            return
+        if self.refit == "pass" or self._stream is not None:
+            with as_validation(trainer):
+                self._fit(trainer, list(self.detectors))
+        if not any(row["ood"] for row in self.history):
+            self._complain(
+                "no validation in an epoch in which the detectors are due (warmup_epochs="
+                f"{self.warmup_epochs}, every_n_epochs={self.every_n_epochs}): they are not scored.",
+                once=True,
+            )
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refit, if somebody has stopped the training since; here Lightning takes no metrics any more."""
-        self._engine.refit_unscored(trainer, pl_module, record=False)
+    def _due(self, trainer: Trainer) -> bool:
+        """Whether the detectors are to be fitted and scored in this epoch."""
+        epoch = trainer.current_epoch
+        due = epoch >= self.warmup_epochs and (epoch + 1) % self.every_n_epochs == 0
+        return due or self._stage != "fit"
+
+    # -- fitting ------------------------------------------------------------------------------------------------------
+
+    def _offered(self, trainer: Trainer, method: str) -> Any:
+        """What a method of the datamodule or of the module gives, asked for once a run; None without the method."""
+        if method not in self._offers:
+            owners: Any = (getattr(trainer, "datamodule", None), trainer.lightning_module)
+            make = next((getattr(owner, method) for owner in owners if hasattr(owner, method)), None)
+            with isolated_rng(self.seed):
+                self._offers[method] = None if make is None else make()
+        return self._offers[method]
+
+    def _fit_source(self, trainer: Trainer) -> Iterable[Any] | None:
+        """What to fit on, if not on the training set."""
+        return self._offered(trainer, "fit_dataloader") if self.fit_loader is None else self.fit_loader
+
+    def _ood_loaders(self, trainer: Trainer) -> dict[str, Iterable[Any]]:
+        return check_loaders(self._offered(trainer, "ood_dataloaders") or {}) if self.ood is None else self.ood
+
+    def _fit_share(self, trainer: Trainer) -> Share:
+        source = self._fit_source(trainer)
+        source = training_loader(trainer, twice=True) if source is None else source
+        limit = trainer.limit_train_batches if self.limit_fit_batches is None else self.limit_fit_batches
+        return self._share(trainer, source, limit)
+
+    def _share(self, trainer: Trainer, source: Any, limit: Any, *, rebuild: bool = True) -> Share:
+        """This process's share of a loader, kept for the sake of persistent workers."""
+        share = self._shares.get(id(source))
+        if share is None or share.source is not source:
+            rank, world = trainer.global_rank, trainer.world_size
+            share = self._shares[id(source)] = Share(source, rank, world, limit, seed=self.seed, rebuild=rebuild)
+        return share
+
+    def _fit(self, trainer: Trainer, names: list[str]) -> None:
+        """Fit detectors. Every process has to call it."""
+        start, self._fit_step = time.perf_counter(), trainer.global_step
+        streaming = self.refit == "stream" and self._stage == "fit"
+        # a stream may have had no training batch since the last time
+        fit = (self._stream if streaming else None) or Fit(
+            {name: self._adapters[name] for name in names}, trainer.lightning_module.device
+        )
+        if not streaming and fit.metrics:
+            try:
+                with closing(encode_share(trainer, self._encoder, self._fit_share(trainer))) as batches:
+                    for encoded, positions in batches:
+                        fit.update(encoded, positions)
+            except Exception as error:
+                if runs_together(trainer) and isinstance(error, EncodingError):
+                    raise  # the others wait for this process
+                fit.fail(error)
+        if self._encoder.by_head:
+            self._say(f"the head is {self.head!r}; its input is the features.")
+        self._build(names)
+        shared, built = time.perf_counter() - start, {name: self._adapters[name] for name in names}
+        inputs = fitting.InputPairs(trainer, self._encoder, self._fit_share)
+        for name, seconds, problem in fit.finish(built, trainer, inputs, self.seed):
+            self._record(trainer, name, "", "fit_seconds", shared + seconds)
+            self._calibrations.pop(name, None)
+            self._unfit.pop(name, None)
+            if problem is not None:
+                reason = f"could not be fitted in epoch {trainer.current_epoch}. {reason_of(problem)}"
+                self._unfit[name] = f"it {reason}"
+                self._complain(f"{name} {reason}")
+        self._classes = fit.classes or self._classes
+        if trainer.check_val_every_n_epoch is None:
+            self._stream = None
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
-    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refit, if the module is being trained, and get ready to score."""
-        self._engine.begin(trainer, pl_module)
+        self._evaluation = None
+        if trainer.sanity_checking:
+            return
+        named = [self.ood_dataloaders.get(index, "") for index in range(len(running_loaders(trainer)))]
+        sets = [*self._ood_loaders(trainer), *dict.fromkeys(filter(None, named))]
+        check_set_names((*sets, UNKNOWN))
+        if not self._due(trainer):
+            # ModelCheckpoint and EarlyStopping end the training if the metric that they monitor is missing: they see
+            # the last values, or NaN before the first; loggers get none
+            keys = [(name, ood, m) for name in self.detectors for ood in (*sets, MEAN) if sets for m in self._metrics]
+            last = {tuple(row[column] for column in KEY): row["value"] for row in self.history if row["ood"]}
+            for key, value in (dict.fromkeys(keys, math.nan) | last).items():
+                self._log(trainer, key, value, logger=False)
+            return
+        names = list(self.detectors)
+        if self._stage != "fit":
+            names = list(self._unscorable()) if self._fit_source(trainer) is not None else []
+        if names:
+            self._fit(trainer, names)
+        # "": the fit has told it
+        errors = {name: "" if name in names else reason for name, reason in self._unscorable().items()}
+        self._evaluation = Evaluation({ood: -1 - number for number, ood in enumerate(sets)}, errors)
 
     def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Listen to the forward pass of the evaluation step."""
-        if self._engine.scoring or trainer.sanity_checking:
-            self._engine.encoder.start()
+        """Record the forward pass of the evaluation step."""
+        if self._hooks and (self._evaluation is not None or trainer.sanity_checking):
+            self._encoder.start()
 
     def on_validation_batch_end(
         self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
+        trainer: Trainer,
+        pl_module: LightningModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Score what was heard."""
-        if self._engine.scoring or trainer.sanity_checking:
-            self._engine.score(trainer, pl_module, batch, dataloader_idx)
+        """Score what was recorded. The sanity check only tries whether batches can be encoded."""
+        evaluation, ood = self._evaluation, self.ood_dataloaders.get(dataloader_idx)
+        labelled = ood is None and self._stage != "predict"
+        if trainer.sanity_checking:
+            self._encode(trainer, batch, labelled=labelled)  # a module without forward() may tell its head here
+            with visiting(pl_module, self.seed), trainer.precision_plugin.forward_context():
+                self._encoder(batch, labelled=labelled)  # as in a pass of our own
+        if evaluation is None:
+            return
+        try:
+            encoded = self._encode(trainer, batch, labelled=labelled)
+            start, loader = evaluation.seen[dataloader_idx], running_loaders(trainer)[dataloader_idx]
+            evaluation.seen[dataloader_idx] += len(encoded)
+            positions, keep = fitting.dataset_positions(loader, start, len(encoded), trainer)
+            source = evaluation.sets.get(ood or "", dataloader_idx)
+            self._score(trainer, evaluation, encoded, source, positions, keep)
+        except Exception as error:
+            if runs_together(trainer):
+                raise  # the others wait for this process
+            for name in self.detectors:
+                evaluation.errors.setdefault(name, reason_of(error))
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Score the OOD loaders, then log the metrics."""
-        self._engine.finish(trainer)
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is None:
+            return
+        limit = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
+        limit = limit if self.limit_ood_batches is None else self.limit_ood_batches
+        for ood, loader in self._ood_loaders(trainer).items():
+            share = self._share(trainer, loader, limit, rebuild=False)
+            with closing(encode_share(trainer, self._encoder, share, labelled=False)) as batches:
+                try:
+                    for encoded, positions in batches:
+                        self._score(trainer, evaluation, encoded, evaluation.sets[ood], positions)
+                except Exception as error:
+                    if runs_together(trainer) and isinstance(error, EncodingError):
+                        raise
+                    evaluation.broken[ood] = error
+        self._finish(trainer, evaluation)
 
-    on_test_start = on_validation_start
     on_test_epoch_start = on_validation_epoch_start
-    on_test_batch_start = on_validation_batch_start
-    on_test_batch_end = on_validation_batch_end
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end
 
-    # -- state --------------------------------------------------------------------------------------------------------
+    def _encode(self, trainer: Trainer, batch: Any, *, labelled: bool) -> Encoded:
+        """What was recorded of a batch; if the step did not come by the head, of a pass of our own."""
+        if self._hooks:
+            with suppress(EncodingError):  # a pass of our own may tell more
+                return self._encoder.take(batch, labelled=labelled)
+        with visiting(trainer.lightning_module, self.seed), trainer.precision_plugin.forward_context():
+            return self._encoder(batch, labelled=labelled)
+
+    def _score(
+        self,
+        trainer: Trainer,
+        evaluation: Evaluation,
+        encoded: Encoded,
+        source: int,
+        positions: Tensor,
+        keep: Any = ...,
+    ) -> None:
+        """Add a row for each sample that is to be kept: source, position, label, and the score of each detector."""
+        rows = torch.full((len(encoded), 3 + len(self.detectors)), math.nan, dtype=torch.float64)
+        rows[:, 0], rows[:, 1] = source, positions
+        if encoded.labels is not None:
+            rows[:, 2] = encoded.labels.cpu()
+        for column, name in enumerate(self.detectors, start=3):
+            adapter = self._adapters[name]
+            if name in evaluation.errors or not len(encoded):
+                continue
+            runs_network = adapter.scored_on is Representation.INPUTS
+            try:
+                with visiting(trainer.lightning_module, self.seed) if runs_network else isolated_rng(self.seed):
+                    rows[:, column] = adapter.score(encoded).detach().cpu().reshape(len(encoded))
+            except Exception as error:
+                evaluation.errors[name] = reason_of(error)
+        evaluation.rows.append(rows[keep])
+
+    def _gather(self, trainer: Trainer, evaluation: Evaluation) -> Tensor:
+        """The rows of all processes, in the order of the loaders. Every process has to call it."""
+        rows = torch.cat([torch.zeros(0, 3 + len(self.detectors), dtype=torch.float64), *evaluation.rows])
+        if trainer.world_size > 1:
+            rows = torch.cat(gather_all_tensors(rows.to(trainer.strategy.root_device))).cpu()
+        rows = rows[rows[:, 1].argsort(stable=True)]
+        return rows[rows[:, 0].argsort(stable=True)]
+
+    def _finish(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Compute and log the metrics. Every process has to call it."""
+        anywhere = partial(trainer.strategy.reduce_boolean_decision, all=False)
+        rows, problems = self._gather(trainer, evaluation), list[str]()
+        source, labels = rows[:, 0], rows[:, 2]  # a batch without labels has NaN
+        is_id, sets = torch.zeros(len(rows), dtype=torch.bool), list(evaluation.sets)
+        for index in source[source >= 0].unique().tolist():
+            of_loader = (source == index) & ~(labels < 0)
+            classes = set(labels[of_loader & (labels >= 0)].tolist())
+            if not classes or not self._classes or classes & self._classes:
+                is_id |= of_loader
+            else:
+                problems.append(
+                    f"no training sample has a label of dataloader {index:g}, so its samples do not count as ID. If "
+                    f'they are OOD, pass ood_dataloaders={{{index:g}: "name"}}.'
+                )
+        masks = {ood: source == number for ood, number in evaluation.sets.items()}
+        unknown = (source >= 0) & (labels < 0)
+        if bool(unknown.any()):
+            sets, masks = [*sets, UNKNOWN], {**masks, UNKNOWN: unknown}
+        lost = [ood for ood in evaluation.sets if anywhere(ood in evaluation.broken)]
+        problems += [f"the OOD set {ood!r} failed: {reason_of(evaluation.broken.get(ood))}" for ood in lost]
+        gathered: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+        for column, name in enumerate(self.detectors, start=3):
+            values = {(ood, metric): math.nan for ood in sets for metric in self._metrics}
+            threshold = math.nan
+            if anywhere(name in evaluation.errors):
+                reason = evaluation.errors.get(name, reason_of(None))
+                problems += [f"{name!r} failed to score: {reason}"] if reason else []
+            else:
+                scores = rows[:, column]
+                on_id, on_ood = scores[is_id], {ood: scores[mask] for ood, mask in masks.items()}
+                gathered[name] = on_id, {ood: found for ood, found in on_ood.items() if len(found)}
+                threshold = self._threshold(name, on_id) if self.calibrate else math.nan
+                for ood in sets:
+                    try:
+                        compared = {} if ood in lost else compare_scores(on_id, on_ood[ood])
+                    except ValueError as error:
+                        problems.append(f"{name!r} has no result on {ood!r}: {error}")
+                        continue
+                    values |= {(ood, metric): float(value) for metric, value in compared.items()}
+                    if compared and not math.isnan(threshold):
+                        values[ood, DETECTED] = share_above(on_ood[ood], threshold)
+            if sets:
+                values |= {(MEAN, m): sum(values[ood, m] for ood in sets) / len(sets) for m in self._metrics}
+            if not math.isnan(threshold):
+                values["", THRESHOLD] = threshold
+                if self._stage != "fit":  # there the samples are those of the calibration
+                    values["", FALSE_ALARMS] = share_above(on_id, threshold)
+            for (ood, metric), value in values.items():
+                self._record(trainer, name, ood, metric, value)
+        self._publish(trainer, gathered)
+        for problem in problems:
+            self._complain(problem)
+        if not sets:
+            self._complain(
+                "there are no OOD samples to score, so there is no AUROC. Pass ood={name: loader} or "
+                "ood_dataloaders={index: name}, or validate on samples with labels below zero.",
+                once=True,
+            )
+
+    def _threshold(self, name: str, on_id: Tensor) -> float:
+        """The threshold of a detector; while the module is trained, calibrated by these scores of ID samples."""
+        detector = self.detectors[name]
+        alpha = detector.alpha if isinstance(detector, Calibrated) else self.alpha
+        if isinstance(detector, Calibrated) and detector.per_class:
+            self._say(f"{name!r} has per_class=True, so it is not calibrated here: call calibrate() yourself.")
+            return math.nan
+        if self._stage == "fit" and len(on_id) and not bool(on_id.isnan().any()):
+            self._calibrations[name] = Calibration(on_id)
+            if isinstance(detector, Calibrated):
+                detector.calibration = self._calibrations[name]
+        calibration, required = self._calibrations.get(name), required_samples(alpha)
+        if calibration is None or len(calibration) < required:
+            self._say(
+                f"there are too few ID validation samples for a threshold at alpha={alpha:g}: it takes {required}."
+            )
+            return math.nan
+        return float(calibration.threshold(alpha))
+
+    # -- prediction ---------------------------------------------------------------------------------------------------
+
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Get ready to score."""
+        self._evaluation, self.predictions, self.drift_alarms = Evaluation({}, self._unscorable()), None, {}
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the scores of all processes into one table, in the order of the loader."""
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is None:
+            return
+        rows = self._gather(trainer, evaluation)
+        table = {"dataloader_idx": rows[:, 0].long().numpy()} if len(evaluation.seen) > 1 else {}
+        for column, (name, detector) in enumerate(self.detectors.items(), start=3):
+            scores = rows[:, column].contiguous()
+            table[f"{name}/score"] = scores.numpy()
+            calibration = self._calibrations.get(name) or getattr(detector, "calibration", None)
+            if calibration is not None:
+                alpha = getattr(detector, "alpha", self.alpha)
+                self.drift_alarms[name] = alarm = DriftAlarm(calibration.scores)
+                if alarm.update(scores.masked_fill(scores.isnan(), math.inf)):
+                    rank_zero_info(f"OODMonitor: the scores of {name!r} have changed since about sample {alarm.since}.")
+                table[f"{name}/p_value"] = calibration.p_value(scores).numpy()
+                table[f"{name}/is_ood"] = calibration.is_ood(scores, alpha=alpha).numpy()
+        self.predictions = pd.DataFrame(table)
+        if self.predictions_path is not None and trainer.is_global_zero:
+            with replacing(self.predictions_path, "wb") as file:
+                self.predictions.to_parquet(file)
+        for name, reason in evaluation.errors.items():
+            self._complain(f"{name!r} failed to score: {reason}")
+
+    # -- the log ------------------------------------------------------------------------------------------------------
+
+    def _record(self, trainer: Trainer, detector: str, ood: str, metric: str, value: float) -> None:
+        """Keep a value and log it. An empty ``ood`` means that it belongs to no OOD set."""
+        moment = {"stage": self._stage, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        self.history.append({**moment, "detector": detector, "ood": ood, "metric": metric, "value": value})
+        self._log(trainer, (detector, ood, metric), value)
+
+    def _log(self, trainer: Trainer, key: tuple[str, ...], value: float, *, logger: bool | None = None) -> None:
+        if not trainer.barebones:
+            # a metric, because the value is the same on every process: it needs none of Lightning's reductions
+            number = MeanMetric(nan_strategy="disable", sync_on_compute=False).to(trainer.lightning_module.device)
+            number.update(value)
+            options: Any = {"on_step": False, "on_epoch": True, "add_dataloader_idx": False, "logger": logger}
+            name = "/".join((self.prefix, *filter(None, key)))
+            trainer.lightning_module.log(name, number, metric_attribute=self.prefix, **options)
+
+    def _publish(self, trainer: Trainer, scores: Mapping[str, tuple[Tensor, Mapping[str, Tensor]]]) -> None:
+        """Histograms of the scores, in a fit the curves of AUROC, and the last table: to the loggers and the folder."""
+        loggers = [] if trainer.fast_dev_run else trainer.loggers  # type: ignore[attr-defined]
+        if not trainer.is_global_zero or not scores or not (self.figures_dir or loggers):
+            return
+        from rmd_plugin.monitor.trackers import publish  # imports matplotlib
+
+        stage, step = self._stage, trainer.global_step
+        try:
+            publish(self.history, scores, stage, loggers, self.figures_dir, prefix=self.prefix, step=step)
+        except Exception as error:  # a full disk or a lost connection; only this process draws, so it must not stop
+            rank_zero_warn(f"OODMonitor: the figures could not be saved. {reason_of(error)}")
+
+    def _say(self, news: str) -> None:
+        """Tell what is no problem, once."""
+        if news not in self._told:
+            self._told.add(news)
+            rank_zero_info(f"OODMonitor: {news}")
+
+    def _complain(self, problem: str, *, once: bool = False) -> None:
+        """Warn, or end the training, as the options say."""
+        if once and problem in self._told:
+            return
+        self._told.add(problem)
+        if self.on_error == "raise" and not once:
+            raise RuntimeError(f"OODMonitor: {problem}")
+        warnings.warn(f"OODMonitor: {problem}", OODMonitorWarning, stacklevel=3)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _unscorable(self) -> dict[str, str]:
+        """The detectors that cannot score, and why."""
+        return {name: self._unfit[name] for name, d in self.detectors.items() if name in self._unfit and d.requires_fit}
 
     def state_dict(self) -> dict[str, Any]:
         """Fitted detectors and history, as plain data for ``torch.load(..., weights_only=True)``."""
-        history = [dict(row) for row in self.history]
-        layer = self.encoder if isinstance(self.encoder, str) else None
-        more = {"head": self.head, "encoder": layer, "alpha": self.alpha, "history": history, "stream": []}
-        found: dict[str, Any] = {**HEADER, **more} | self._engine.roster.state_dict()
-        for name, reason in found["unkept"].items():
-            self._engine.complain(f"no checkpoint holds the fit of {name!r}: {reason}", once=True)
-        return found
+        snapshots, unfit = {}, self._unscorable()
+        for name, detector in self.detectors.items():
+            try:
+                if name not in unfit:
+                    snapshots[name] = take_snapshot(detector)
+            except NotKeptError as reason:
+                unfit[name] = str(reason)
+                self._complain(f"no checkpoint holds the fit of {name!r}: {reason}", once=True)
+        return {
+            **HEADER,
+            "head": self.head,
+            "encoder": self.encoder if isinstance(self.encoder, str) else None,
+            "alpha": self.alpha,
+            "history": pack_history(self.history),
+            "classes": sorted(self._classes),
+            "step": self._fit_step,
+            "detectors": snapshots,
+            "unfit": unfit,
+            "calibrations": {name: dict(calibration.tensors) for name, calibration in self._calibrations.items()},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of a checkpoint. Evaluation alone keeps the history of the training before it."""
         check_format(state_dict)
-        if self._resuming or not self.history:
-            self._engine.journal.rows = [dict(row) for row in state_dict["history"]]
-        self._loaded, self._engine.saved_head = True, state_dict["head"]
-        self._engine.stream.saved = list(state_dict["stream"])
-        self._engine.roster.load_state_dict(state_dict, resuming=self._resuming)
-        self._engine.fit_step = max((when["step"] for when in self._engine.roster.fitted.values()), default=None)
+        if self._stage == "fit" or not self.history:
+            self.history = unpack_history(state_dict["history"])
+        self._saved = dict(state_dict)
+        self._fit_step, self._classes = state_dict["step"], set(state_dict["classes"])
+        for name in self._specs.keys() - state_dict["detectors"].keys():
+            reason = "the checkpoint does not hold its fit. Pass fit_loader= to fit it again."
+            self._unfit[name] = f"{reason} {state_dict['unfit'].get(name, '')}".rstrip()
+        if self._encoder is not None:  # FSDP2 loads checkpoints later
+            self._restore_saved()
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Add the moments of an unfinished stream, those of all processes together."""
-        # after an error the other processes may not come by here
-        if self._engine.stream.refit is not None and trainer.state.status != TrainerStatus.INTERRUPTED:
-            checkpoint["callbacks"][self.state_key]["stream"] = self._engine.stream.refit.moments_state()
-
-    def _load_checkpoint(self, path: str) -> None:
-        try:
-            state = monitor_states(path, "cpu").get(self.state_key)
-        except (CheckpointError, OSError) as error:
-            self._engine.complain(f"the detectors of {path!r} could not be read. {error}")
-        else:
-            if state is not None:
-                self.load_state_dict(state)
+    def _restore_saved(self) -> None:
+        """Give the detectors the fits of the checkpoint; if training goes on, only to those with the same options."""
+        saved, self._saved = self._saved, {}
+        for name in saved.get("detectors", {}).keys() & self._adapters.keys():
+            detector, snapshot = self.detectors[name], saved["detectors"][name]
+            options = snapshot.get("state", {}).get("options", {})
+            changed = any(options.get(key) != value for key, value in getattr(detector, "options", {}).items())
+            try:
+                if self._stage == "fit" and changed:
+                    raise ValueError("the checkpoint holds a fit with other options.")
+                restore_snapshot(detector, snapshot)
+            except ValueError as error:
+                self._unfit[name] = str(error)
+            else:
+                self._unfit.pop(name, None)
+                if name in saved["calibrations"]:
+                    self._calibrations[name] = Calibration.from_tensors(saved["calibrations"][name])
 
     @classmethod
     def load_detectors(
@@ -322,18 +770,20 @@ class OODMonitor(Callback):
         path: str | PathLike[str],
         module: nn.Module | None = None,
         *,
+        weights_only: bool | None = None,
         detectors: Mapping[str, Detector] | None = None,
         prefix: str | None = None,
         map_location: str | torch.device = "cpu",
     ) -> dict[str, Detector]:
         """Fitted detectors from a Lightning checkpoint, without the code or data of the training.
 
-        Nothing else of the checkpoint is read, and nothing that is pickled in it is run.
-
         Args:
             path: of the checkpoint.
             module: the network with the weights of this checkpoint. Given, the detectors take inputs:
                 ``detectors["rmd"].is_ood(x)``.
+            weights_only: handed to ``torch.load``; by default nothing that is pickled in the file is run. A checkpoint
+                that holds other objects than tensors and plain data (OmegaConf, partials) is refused until you say
+                ``weights_only=False``, as by ``load_from_checkpoint``.
             detectors: instances to be filled, for detectors that are neither rmd_plugin's nor the framework's.
             prefix: which monitor's, if there were several.
             map_location: device for their tensors.
@@ -342,11 +792,15 @@ class OODMonitor(Callback):
             The fitted detectors by name, :class:`rmd_plugin.Calibrated` where the checkpoint holds a calibration.
 
         Raises:
-            ValueError: if the checkpoint has no state of a monitor, or of several; if the file is damaged.
+            ValueError: if the checkpoint has no state of a monitor, or of several; if ``module`` has other weights.
         """
-        states = monitor_states(path, map_location)
-        if prefix is not None:
-            states = {key: state for key, state in states.items() if f"'prefix': {prefix!r}" in key}
+        checkpoint = load_checkpoint(path, map_location, weights_only)
+        states = {
+            key: state
+            for key, state in checkpoint.get("callbacks", {}).items()
+            if isinstance(state, dict) and state.get("kind") == HEADER["kind"]
+            if prefix is None or f"'prefix': {prefix!r}" in key
+        }
         if len(states) != 1:
             raise ValueError(
                 f"expected the state of one OODMonitor in {str(path)!r}, found {len(states)}: {', '.join(states)}. "
@@ -354,32 +808,164 @@ class OODMonitor(Callback):
             )
         [state] = states.values()
         check_format(state)
-        found = dict(detectors or {})
-        missing = {**state.get("unfit", {}), **state.get("unkept", {})}
+        if module is not None:
+            check_weights(module, checkpoint.get("state_dict", {}), path)
+        loaded, missing = dict[str, Detector](), dict(state["unfit"])
         for name, snapshot in state["detectors"].items():
+            detector = (detectors or {}).get(name)
             try:
-                if name in found:
-                    restore_snapshot(found[name], snapshot)
+                if detector is None:
+                    detector = build_detector(snapshot)
                 else:
-                    found[name] = build_detector(snapshot)
+                    restore_snapshot(detector, snapshot)
             except NotKeptError as error:
                 missing[name] = f"{error} (detectors=)"
+                continue
+            if module is not None:  # its features, its logits, or the whole of it
+                inner: Any = bare(detector)
+                on_logits, on_features = isinstance(inner, LogitsDetector), isinstance(inner, FeaturesDetector)
+                part = "logits" if on_logits else "features" if on_features else None
+                encoder = BatchEncoder(module, state["head"], encoder=state["encoder"], logits=on_logits)
+                setattr(inner, "encoder" if part == "features" else "model", Encoding(encoder, part))
+            if name in state["calibrations"] and not isinstance(detector, Calibrated):
+                detector = Calibrated(detector, state["alpha"])
+                calibration = Calibration.from_tensors(state["calibrations"][name])
+                detector.calibration = calibration.to(map_location)
+            loaded[name] = detector
         for name, reason in missing.items():
-            if name not in found:
-                warnings.warn(f"the checkpoint does not hold {name!r}: {reason}", OODMonitorWarning, stacklevel=2)
-        calibrations = read_calibrations(state)
-        kept = [name for name in state["detectors"] if name in found]
-        for name in kept:
-            if module is not None:
-                part = str(state.get("networks", {}).get(name, ""))
-                give_network(bare(found[name]), module, head=state["head"], encoder=state.get("encoder"), part=part)
-            if name in calibrations and not isinstance(found[name], Calibrated):
-                calibrated = Calibrated(found[name], state.get("alpha", 0.05))
-                calibrated.calibration = calibrations[name].to(map_location)
-                found[name] = calibrated
-        return {name: found[name] for name in kept}
+            warnings.warn(f"the checkpoint does not hold {name!r}: {reason}", OODMonitorWarning, stacklevel=2)
+        return loaded
 
 
-def _limit(batches: int | float | None) -> int | float | None:
-    # LightningCLI reads 5 as 5.0 where it has met "float | int" before
-    return int(batches) if isinstance(batches, float) and batches > 1 and batches.is_integer() else batches
+@dataclass
+class Evaluation:
+    """What one evaluation has gathered on this process."""
+
+    sets: dict[str, int]  #: OOD sets, and their numbers in the rows; those of other dataloaders are their indices
+    errors: dict[str, str]  #: why a detector is given up; "" if it has been told already
+    broken: dict[str, Exception] = field(default_factory=dict)  #: OOD sets that could not be read
+    seen: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  #: samples of each dataloader
+    rows: list[Tensor] = field(default_factory=list)  #: for each batch: source, position, label, scores
+
+
+def share_above(scores: Tensor, threshold: float) -> float:
+    """Share of scores that a threshold flags, NaN among them."""
+    return float((~(scores <= threshold)).double().mean())
+
+
+def reason_of(error: Exception | None) -> str:
+    """An error in one sentence."""
+    return "see the error of another process." if error is None else f"{type(error).__name__}: {error}"
+
+
+def running_loaders(trainer: Trainer) -> list[Any]:
+    """The dataloaders of the evaluation that is running, in the order of ``dataloader_idx``."""
+    loops: dict[Any, Any] = {"fit": trainer.fit_loop.epoch_loop.val_loop, "test": trainer.test_loop}
+    loops["predict"] = trainer.predict_loop
+    combined = loops.get(trainer.state.fn, trainer.validate_loop)._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+@contextmanager
+def as_validation(trainer: Trainer) -> Iterator[None]:
+    """Let the trainer say that it validates, so that the user's hooks do not augment the batches."""
+    trainer.validating = True
+    try:
+        yield
+    finally:
+        trainer.training = True
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def check_loaders(ood: Any) -> dict[str, Iterable[Any]]:
+    """Refuse OOD data that are not loaders by name."""
+    loaders = {str(name): ood[name] for name in ood} if isinstance(ood, Mapping) else {"": ood}
+    for name, loader in loaders.items():
+        if not name or isinstance(loader, (Tensor, str)) or not hasattr(loader, "__iter__"):
+            raise TypeError(
+                f"expected loaders of OOD data by name, ood={{'svhn': loader}}, got {type(loader).__name__}. Wrap a "
+                "tensor: DataLoader(TensorDataset(x), batch_size=64)."
+            )
+    return loaders
+
+
+def read_detectors(detectors: Any) -> dict[str, Spec]:
+    """Detectors by name; what may stand for one explains :class:`OODMonitor`."""
+    if isinstance(detectors, str) or not isinstance(detectors, (Mapping, Sequence)) or not len(detectors):
+        raise TypeError(f"expected detectors by name, such as {{'rmd': RMD()}}, got {detectors!r}.")
+    specs: dict[str, Any] = {}
+    for key in detectors:
+        spec = detectors[key] if isinstance(detectors, Mapping) else key
+        named = {key: spec}
+        if isinstance(spec, str):
+            configs = {name: dict(options) for name, options in detector_options(spec).items()}
+            named = {
+                name: partial(resolve_name(options.pop("_target_")), **options) for name, options in configs.items()
+            }
+        if isinstance(detectors, Mapping) and len(named) == 1:  # a name may stand for several, which have their own
+            named = {key: next(iter(named.values()))}
+        specs |= named
+    for name, spec in specs.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            raise TypeError(f"the name of a detector must be a text without '/', got {name!r}.")
+        if not isinstance(spec, Detector) and adapters.detector_class(spec) is None:
+            raise TypeError(f"{name!r} must be a pytorch_ood Detector, its class, or a partial of that, got {spec!r}.")
+    return specs
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def pack_history(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The history as columns, 14 bytes for each row."""
+    table = pd.DataFrame(rows, columns=[*TIME, *KEY, "value"])
+    packed: dict[str, Any] = {"value": torch.tensor(table["value"].to_numpy(dtype="float64", copy=True))}
+    for name, columns, dtype in (("time", list(TIME), torch.int32), ("key", list(KEY), torch.int16)):
+        packed[name] = torch.tensor(table.groupby(columns, sort=False).ngroup().to_numpy(copy=True), dtype=dtype)
+        packed[f"{name}s"] = [list(row) for row in table[columns].drop_duplicates().itertuples(index=False)]
+    return packed
+
+
+def unpack_history(packed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows that were packed."""
+    times = [dict(zip(TIME, row, strict=True)) for row in packed["times"]]
+    keys = [dict(zip(KEY, row, strict=True)) for row in packed["keys"]]
+    columns = zip(*(packed[name].tolist() for name in ("time", "key", "value")), strict=True)
+    return [{**times[time], **keys[key], "value": value} for time, key, value in columns]
+
+
+def load_checkpoint(path: str | PathLike[str], map_location: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    """The content of a Lightning checkpoint; of a sharded one, which is a folder, all but the weights."""
+    file = Path(path, "meta.pt") if Path(path).is_dir() else path
+    try:
+        return torch.load(file, map_location=map_location, weights_only=weights_only is not False)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{str(path)!r} holds more than tensors and plain data. If you trust it, pass weights_only=False. {error}"
+        ) from error
+
+
+def check_format(state: Mapping[str, Any]) -> None:
+    """Refuse a state of another version."""
+    if any(state.get(key) != value for key, value in HEADER.items()):
+        raise ValueError(
+            f"expected the state of an OODMonitor, format {HEADER['format']}, got {state.get('format')!r}."
+        )
+
+
+def check_weights(module: nn.Module, saved: Mapping[str, Tensor], path: Any) -> None:
+    """Refuse a network with other weights than those of the checkpoint, which the detectors were fitted to.
+
+    The network may be the LightningModule or a part of it. Weights that the checkpoint does not name are not compared.
+    """
+    saved = {f".{name.replace('_orig_mod.', '')}": value for name, value in saved.items()}
+    for name, value in module.state_dict().items():
+        ending = f".{name.replace('_orig_mod.', '')}"
+        others = [other for key, other in saved.items() if key.endswith(ending)]
+        if others and not any(value.shape == other.shape and torch.equal(value, other.to(value)) for other in others):
+            raise ValueError(
+                f"{name!r} of {type(module).__name__} differs from the weights in {str(path)!r}, which the detectors "
+                f"were fitted to. Load them first: {type(module).__name__}.load_from_checkpoint({str(path)!r})."
+            )

@@ -1,0 +1,505 @@
+"""Features, logits and labels of a batch, recorded by hooks in a module's own forward pass, which leaves no trace.
+
+The input of the classification layer (the *head*) is the features, its output the logits: one forward pass serves every
+detector, and the module needs no change.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rmd_plugin.compare.adapters import Encoded, EncodingError
+from rmd_plugin.detectors.detectors import evaluating
+from rmd_plugin.detectors.moments import check_labels, pool_features, widened
+
+#: where batches that are dicts, dataclasses or named tuples keep their labels and their inputs
+LABEL_KEYS = "labels", "label", "targets", "target", "y"
+INPUT_KEYS = "image", "images", "img", "pixel_values", "input", "inputs", "x", "data", "features", "input_ids", "audio"
+
+
+# -- evaluation mode and random states ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def isolated_rng(seed: int) -> Iterator[None]:
+    """Seed the global generators of Python, numpy and torch for the block, then restore their states."""
+    # asking for the states of devices that are not in use would start them
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices):
+        try:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.cuda.manual_seed_all(seed)
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+@contextmanager
+def visiting(module: nn.Module, seed: int) -> Iterator[None]:
+    """Use a module in the middle of its training, in evaluation mode.
+
+    Afterwards modes, buffers (running statistics), gradients, ``requires_grad``, the global random states, and what
+    FSDP2 has sharded are as they were.
+    """
+    parameters = [(parameter, parameter.grad, parameter.requires_grad) for parameter in module.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    # FSDP2 keeps the outermost layers gathered for a backward pass
+    sharded: list[Any] = [m for m in module.modules() if hasattr(m, "reshard") and all(map(is_sharded, m.parameters()))]
+    with isolated_rng(seed), evaluating(module):
+        try:
+            for parameter, _, _ in parameters:
+                parameter.grad = None
+            yield
+        finally:
+            for layer in sharded:
+                layer.reshard()
+            for parameter, gradient, requires_grad in parameters:
+                parameter.grad = gradient
+                parameter.requires_grad_(requires_grad)
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.data.copy_(before)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether other processes hold parts of a tensor."""
+    return hasattr(tensor, "full_tensor")
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Run compiled modules as they were written: hooks that are registered after the compilation do not fire."""
+    # nobody has compiled anything before this is imported, which takes seconds
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+def as_mapping(batch: Any) -> Mapping[str, Any] | None:
+    """The entries of a dict, a dataclass or a named tuple; None for anything else."""
+    if is_dataclass(batch) and not isinstance(batch, (type, Mapping)):
+        return {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return batch._asdict() if hasattr(batch, "_asdict") else batch if isinstance(batch, Mapping) else None
+
+
+def batch_labels(batch: Any) -> Any:
+    """Labels of a batch: the second of a pair, or the entry under one of :data:`LABEL_KEYS`; None if it has none."""
+    entries = as_mapping(batch)
+    if entries is not None:
+        return next((entries[key] for key in LABEL_KEYS if key in entries), None)
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        return None
+    labels = batch[1]
+    if isinstance(labels, (tuple, list)) and labels and isinstance(labels[0], Tensor) and labels[0].ndim:
+        return labels[0]
+    return labels if as_mapping(labels) is None else batch_labels(labels)
+
+
+def batch_inputs(batch: Any) -> Any:
+    """What a batch holds besides its labels: the first of a pair, the other entries of a dict, or the batch itself."""
+    entries = as_mapping(batch)
+    if entries is not None:
+        return {key: value for key, value in entries.items() if key not in LABEL_KEYS}
+    if isinstance(batch, (tuple, list)) and len(batch) not in (1, 2):
+        raise EncodingError(
+            f"expected a batch (x, y), a dict with labels, or a tensor, got a {type(batch).__name__} of length "
+            f"{len(batch)}. Pass forward= and labels=, or fit_loader= with batches (x, y)."
+        )
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+def model_input(inputs: Any) -> Any:
+    """The tensor of inputs that are a dict, under one of :data:`INPUT_KEYS`; other inputs stay as they are."""
+    tensors = inputs if isinstance(inputs, Mapping) else {}
+    return next((tensors[key] for key in INPUT_KEYS if isinstance(tensors.get(key), Tensor)), inputs)
+
+
+def num_samples(inputs: Any) -> int | None:
+    """Length of the first tensor of some inputs."""
+    if isinstance(inputs, Tensor):
+        return len(inputs) if inputs.ndim else None
+    parts = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (tuple, list)) else ()
+    return next((size for size in map(num_samples, parts) if size is not None), None)
+
+
+# -- the head ----------------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """One call of a layer that may be the head, or of a module around it."""
+
+    name: str
+    inputs: Tensor | None  #: the first tensor that a layer got; None for modules around it
+    outputs: list[Tensor]  #: the tensors that it returned, or the one that is named ``logits``
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer is ``nn.Linear`` or a convolution with a kernel of 1."""
+    if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return layer.groups == 1 and set(layer.kernel_size) == {1}
+    return isinstance(layer, nn.Linear)
+
+
+def as_linear(layer: nn.Module | None) -> nn.Linear | None:
+    """The head as a plain ``nn.Linear``, also where it is a convolution or sharded; None if it is something else.
+
+    Under FSDP2 every process has to call it.
+    """
+    if layer is None or not is_linear(layer):
+        return None
+    if isinstance(layer, nn.Linear) and not hasattr(layer, "reshard") and not any(map(is_sharded, layer.parameters())):
+        return layer
+    weights: dict[str, Any] = {name: value.detach() for name, value in layer.named_parameters()}
+    weights = {name: value.full_tensor() if is_sharded(value) else value for name, value in weights.items()}
+    weights["weight"] = weights["weight"].flatten(1)
+    outputs, inputs = weights["weight"].shape
+    linear = nn.Linear(inputs, outputs, bias="bias" in weights, device="meta")
+    linear.load_state_dict(weights, assign=True)
+    return linear
+
+
+def locate(layer: nn.Module, call: Call, returned: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Features (B, D) and logits (B, K) of each sample in a call of the head; None if nobody can tell.
+
+    Of several positions (tokens, places of a map) the features are the one whose output the network returned, or the
+    mean if it returned the mean.
+
+    Args:
+        layer: the head.
+        call: its call.
+        returned: tensors (B, K) that the modules around it returned.
+    """
+    z, logits = call.inputs, call.outputs[0]
+    if z is None or z.ndim == 2 or not is_linear(layer):
+        return None if z is None or z.ndim != 2 else (widened(z), widened(logits))
+    # (B, positions, channels)
+    z, logits = (widened(t.flatten(1, -2) if isinstance(layer, nn.Linear) else t.flatten(2).mT) for t in (z, logits))
+    if z.shape[1] == 1:
+        return z[:, 0], logits[:, 0]
+    for output in returned:
+        if output.shape == logits[:, 0].shape:
+            # NaN is equal here: a network that has diverged returns nothing else
+            match = torch.isclose(logits, widened(output)[:, None], atol=1e-6, equal_nan=True).all(2)
+            if bool(match.any(1).all()):
+                return z[torch.arange(len(z)), match.int().argmax(1)], widened(output)
+            if torch.allclose(logits.mean(1), widened(output), rtol=1e-3, atol=1e-5):
+                return z.mean(1), widened(output)
+    return None
+
+
+class BatchEncoder:
+    """Turns batches into features, logits and labels.
+
+    Call it with a batch, and it runs the module in evaluation mode, without gradients. Or put :meth:`start` and
+    :meth:`take` around a forward pass that somebody else runs.
+
+    Args:
+        module: the network. Batches have to be on its device already.
+        head: dotted name of the classification layer. By default the linear layer whose output the module returns. Its
+            input is the features; of several positions (tokens) the one that is classified, or their mean.
+        encoder: the other way to the features: the name of a submodule (its output is the features) or of a method of
+            the module, or any callable; methods and callables get the inputs of the batch.
+        forward: ``forward(module, batch)`` runs the module. By default its own ``predict_step`` if it has one, else
+            ``forward`` with the inputs.
+        labels: ``labels(batch)`` gives the integer labels of shape (B,), or None if the batch has none.
+        logits: whether the logits are needed. With a callable encoder they cost a forward pass of their own.
+
+    Raises:
+        EncodingError: if there is no layer or method of that name; the message lists the candidates.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from rmd_plugin.monitor.features import BatchEncoder
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> encode = BatchEncoder(net)
+        >>> batch = encode((torch.randn(5, 4), torch.zeros(5, dtype=torch.long)))
+        >>> encode.head, batch.features.shape, batch.logits.shape
+        ('2', torch.Size([5, 8]), torch.Size([5, 3]))
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        head: str | None = None,
+        *,
+        encoder: str | Callable[[Any], Tensor] | None = None,
+        forward: Callable[[Any, Any], Any] | None = None,
+        labels: Callable[[Any], Any] | None = None,
+        logits: bool = True,
+    ) -> None:
+        self.module, self.head, self.logits = module, head, logits
+        self._forward, self._labels = forward, labels or batch_labels
+        self._encoder_name = encoder if isinstance(encoder, str) else ""
+        self._encoder: Any = self.find(encoder) if isinstance(encoder, str) else encoder
+        missing = head is not None and not isinstance(self.find(head), nn.Module)
+        if missing or (encoder is not None and not callable(self._encoder)):
+            raise EncodingError(f"{type(module).__name__} has no layer named {head or encoder!r}. {self._candidates()}")
+        self.by_head = encoder is None  #: whether the features are the input of the head
+        #: whether hooks are enough; an encoder that is no layer has to be called
+        self.records = self.by_head or isinstance(self._encoder, nn.Module)
+        self._recording = False  # compiled code may hold the hooks after they are removed
+        self._calls: list[Call] = []
+        self._handles: list[Any] = []
+        self._way: str | None = None  # how the module is run on a batch, once it is known
+
+    def find(self, name: str) -> Any:
+        """A part of the module by its dotted name; None if there is none."""
+        part: Any = self.module
+        for attribute in name.split("."):
+            part = getattr(part, attribute, None)
+        return part
+
+    @property
+    def compiled(self) -> bool:
+        """Whether torch.compile has compiled a part: hooks would make it compile again."""
+        marks = ("_orig_mod", "_compiled_call_impl", "_compiler_ctx")  # the last one is Lightning's
+        return any(getattr(part, mark, None) is not None for part in self.module.modules() for mark in marks)
+
+    # -- recording a forward pass --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Record the forward passes from now on, until :meth:`take` or :meth:`stop`."""
+        self.stop()
+        self._recording = True
+        layers: dict[str, nn.Module] = {}
+        if self.by_head:  # the named layer and linear layers inside of it, or all linear layers
+            prefix = f"{self.head}." if self.head else ""
+            layers = {n: m for n, m in self.module.named_modules() if n.startswith(prefix) and is_linear(m)}
+            layers |= {self.head: self.find(self.head)} if self.head else {}
+        elif self.records:
+            layers = {"encoder": self._encoder}
+        parents = {".".join(name.split(".")[:depth]) for name in layers for depth in range(1, name.count(".") + 1)}
+        around = {"": self.module} | {name: self.find(name) for name in parents if self.by_head}
+        for name, layer in (around | layers).items():
+            hook = partial(self._record, name, name in layers)
+            self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+
+    def _record(self, name: str, inside: bool, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._recording:
+            return
+        logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+        parts = [logits] if isinstance(logits, Tensor) else output
+        parts = list(parts.values()) if isinstance(parts, Mapping) else parts
+        parts = parts if isinstance(parts, (tuple, list)) else [parts]
+        outputs = [z for z in parts if isinstance(z, Tensor) and z.is_floating_point()]
+        if not inside:  # a single output for each sample may come without its dimension
+            flat = [z.reshape(len(z), -1) for z in outputs if z.ndim and z.shape[2:].numel() == 1]
+            self._calls.append(Call(name, None, [self._copy(z) for z in flat]))
+            return
+        z = next((z for z in (*args, *kwargs.values()) if isinstance(z, Tensor)), None)
+        # while the head is unknown, convolutions of the body are not of interest
+        searching = self.by_head and self.head is None and not isinstance(layer, nn.Linear)
+        if z is not None and outputs and not (searching and z[0, 0].numel() > 1):
+            self._calls.append(Call(name, self._copy(z), [self._copy(z) for z in outputs]))
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        # a copy, since the module may go on in place; but not of the tokens of all layers.
+        # Plain tensors: subclasses with metadata (MONAI's) refuse masks
+        tensor = tensor.detach().as_subclass(Tensor)
+        return tensor.clone() if tensor.ndim == 2 or self.head or not self.by_head else tensor
+
+    def stop(self) -> list[Call]:
+        """Remove the hooks; return what they have recorded."""
+        # they are in place only while we record: torch.compile would take them for a part of the training
+        for handle in self._handles:
+            handle.remove()
+        calls, self._calls, self._handles, self._recording = self._calls, [], [], False
+        return calls
+
+    def take(self, batch: Any, *, labelled: bool = True) -> Encoded:
+        """What was recorded of ``batch`` since :meth:`start`.
+
+        If the layer ran several times, the last call with as many samples as the batch counts. Without ``labelled`` the
+        labels are not read.
+
+        Raises:
+            EncodingError: if nobody can tell the features from what was recorded.
+        """
+        calls, labels = self.stop(), self.labels_of(batch) if labelled else None
+        inputs = batch_inputs(batch) if self._forward is None else batch
+        size = num_samples(inputs) if labels is None else len(labels)
+        layers, around = list[Call](), list[Call]()  # the last call first
+        for name, z, outputs in reversed(calls):
+            outputs = [output for output in outputs if size in (None, len(output))]
+            if outputs and (z is None or size in (None, len(z))):
+                (around if z is None else layers).append(Call(name, z, outputs))
+        # of the outermost module; nothing, if a layer ran after it
+        returned = around[0].outputs if around and calls[-1].inputs is None else []
+        pair = (
+            self._by_head(layers, returned, [z for call in around for z in call.outputs])
+            if self.by_head
+            else self._by_encoder(layers, around, inputs)
+        )
+        if pair is None:
+            shapes = [f"{call.name} {tuple(call.inputs.shape)}" for call in calls[-6:] if call.inputs is not None]
+            raise EncodingError(
+                f"the features of {size} samples were not found at {self.head or 'any linear layer'}. Inputs of the "
+                f"layers: {', '.join(shapes) or 'none ran'}. Name the classification layer, behind the pooling, with "
+                "head=, or pass encoder=, forward=lambda module, batch: ..., or fit_loader= with plain batches (x, y). "
+                f"{self._candidates()}"
+            )
+        features, logits = pair
+        # one sigmoid output is no distribution over classes: detectors on logits would score all samples alike
+        logits = None if logits is None or logits.shape[1] == 1 else widened(logits)
+        return Encoded(features, logits, labels, model_input(inputs))
+
+    def _by_encoder(self, layers: list[Call], around: list[Call], inputs: Any) -> tuple[Tensor, Tensor | None] | None:
+        features = layers[0].outputs[0] if layers else None
+        if not self.records:
+            with evaluating(self.module), torch.no_grad():
+                features = self._encoder(inputs).detach()
+        if features is None or features.ndim not in (2, 4) or (self.logits and not around):
+            return None
+        return pool_features(widened(features)), around[0].outputs[0] if around else None
+
+    def _by_head(
+        self, layers: list[Call], returned: list[Tensor], around: list[Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Features and logits at the head, which is the last layer whose output was returned, or else is as wide."""
+        call = next((call for call in layers if call.name == self.head), None)
+        if call is None or not (is_linear(self.find(call.name)) or call.inputs.ndim == 2):  # type: ignore[union-attr]
+            inner = [c for c in layers if c.name != self.head]
+            flat = [c for c in inner if c.inputs.ndim == 2]  # type: ignore[union-attr]
+            widths = {z.shape[1] for z in returned}
+            exact = (c for c in inner for z in returned if _gives(self.find(c.name), c, z))
+            # what was returned may be made of the logits in some other way
+            call = next(exact, next((c for c in flat if not widths or c.outputs[0].shape[1] in widths), None))
+        pair = None if call is None else locate(self.find(call.name), call, around)
+        self.head = self.head if pair is None else call.name  # type: ignore[union-attr]
+        return pair
+
+    def _candidates(self) -> str:
+        names = [name for name, layer in self.module.named_modules() if is_linear(layer)]
+        return f"Candidates: {', '.join(names[:-13:-1])}."
+
+    # -- running the module --------------------------------------------------------------------------------------------
+
+    def __call__(self, batch: Any, *, labelled: bool = True) -> Encoded:
+        """Run the module on a batch, in evaluation mode and without gradients.
+
+        The first batch tells how: the ways of :meth:`_ways` are tried in turn, and the first that gives features is
+        taken from then on.
+
+        Raises:
+            EncodingError: if no way gives features.
+        """
+        problems: list[Exception] = []
+        ways = self._ways(batch)
+        for way in ways if self._way is None else [self._way]:
+            try:
+                with evaluating(self.module), torch.no_grad(), eagerly():
+                    self.start()
+                    ways[way]()
+                    encoded = self.take(batch, labelled=labelled)
+            except Exception as problem:
+                if self._way is not None:
+                    raise
+                problems.append(problem)
+            else:
+                self._way = way
+                return encoded
+            finally:
+                self.stop()
+        error = next((problem for problem in problems if isinstance(problem, EncodingError)), problems[0])
+        if isinstance(error, EncodingError):
+            raise error
+        raise EncodingError(
+            f"{type(self.module).__name__} could not be run on a batch of type {type(batch).__name__}. "
+            f"{type(error).__name__}: {error} Pass forward=lambda module, batch: ... and labels=lambda batch: ..."
+        ) from error
+
+    def _ways(self, batch: Any) -> dict[str, Callable[[], Any]]:
+        """Ways to run the module on a batch, by name, in the order in which they are tried."""
+        if not self.records and not self.logits:
+            return {"encoder": lambda: None}
+        if self._forward is not None:
+            return {"forward=": partial(self._forward, self.module, batch)}
+        ways: dict[str, Callable[[], Any]] = {}
+        module: Any = self.module
+        if not isinstance(batch, Tensor) and overrides(module, "predict_step"):
+            ways["predict_step"] = partial(module.predict_step, batch, 0)
+        target, inputs = module if self.target is None else self.target, batch_inputs(batch)
+        if not isinstance(inputs, Mapping):
+            unpacked = {"unpacked": partial(target, *inputs)} if isinstance(inputs, (tuple, list)) else {}
+            return ways | {"forward": partial(target, inputs)} | unpacked
+        if keywords := _keywords(target, inputs):
+            ways["keywords"] = partial(target, **keywords)
+        if isinstance(model_input(inputs), Tensor):
+            ways["input"] = partial(target, model_input(inputs))
+        return ways | {"batch": partial(target, batch)}
+
+    @property
+    def target(self) -> nn.Module | None:
+        """The module that maps inputs to logits: the module itself, or the part of it that holds the head."""
+        child, _, inside = (self.head or self._encoder_name).partition(".")
+        candidates = [self.module, getattr(self.module, child, None) if inside else None]
+        return next((m for m in candidates if isinstance(m, nn.Module) and overrides(m, "forward")), None)
+
+    def labels_of(self, batch: Any) -> Tensor | None:
+        """Integer labels of a batch, shape (B,), or None if it has none."""
+        labels = self._labels(batch)
+        if labels is None:
+            return None
+        try:
+            labels = torch.as_tensor(labels).detach().as_subclass(Tensor)
+            labels = labels.flatten() if labels.ndim == 2 and labels.shape[1] == 1 else labels
+            return check_labels(labels, len(labels))
+        except (TypeError, ValueError) as error:
+            raise EncodingError(f"{error} Pass labels=, which takes them from the batch.") from error
+
+
+class Encoding(nn.Module):
+    """A network in evaluation mode as a map from inputs to features (B, D), logits (B, K), or its own output."""
+
+    def __init__(self, encoder: BatchEncoder, part: str | None) -> None:
+        super().__init__()
+        self.module, self.part, self._encode = encoder.module, part, encoder
+
+    def forward(self, inputs: Any) -> Any:
+        """Features or logits of a batch of inputs, without gradients; or what the network gives, with gradients."""
+        if self.part is None:
+            with evaluating(self.module):
+                return self.module(inputs)
+        values = getattr(self._encode(inputs, labelled=False), self.part)
+        if values is None:
+            raise EncodingError("the network gave no logits of shape (B, K), K >= 2, for this batch.")
+        return values
+
+
+def _gives(layer: nn.Module, call: Call, returned: Tensor) -> bool:
+    """Whether a layer gave what the network returned."""
+    _, logits = locate(layer, call, [returned]) or (None, None)
+    same_shape = logits is not None and logits.shape == returned.shape
+    return same_shape and torch.allclose(logits, widened(returned), equal_nan=True)  # type: ignore[arg-type]
+
+
+def _keywords(target: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs that ``forward`` takes by name."""
+    parameters = inspect.signature(target.forward).parameters.values()
+    names = inputs.keys() if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
+    return {name: inputs[name] for name in names if name in inputs}
+
+
+def overrides(module: nn.Module, method: str) -> bool:
+    """Whether a module defines a method that torch and Lightning leave open."""
+    original: Any = getattr(module, "_orig_mod", module)  # torch.compile has wrapped it
+    defined = getattr(type(original), method, None)
+    inherited = "torch.nn.modules.module", "pytorch_lightning.core.module", "lightning.pytorch.core.module"
+    return defined is not None and defined.__module__ not in inherited

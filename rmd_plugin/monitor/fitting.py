@@ -1,0 +1,316 @@
+"""Fitting detectors over any number of processes: each one's share of a loader, and one pass for many detectors."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from pytorch_lightning import Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torchmetrics import Metric
+
+from rmd_plugin.compare.adapters import Adapter, Encoded, EncodingError, Representation, take
+from rmd_plugin.compare.metrics import FeatureRows, quiet_compute
+from rmd_plugin.monitor.features import BatchEncoder, batch_inputs, model_input, visiting
+
+#: strategies under which every process has the whole network; by name, for there are two roots of Lightning
+_REPLICATED = "SingleDeviceStrategy", "SingleDeviceXLAStrategy", "DDPStrategy"
+
+
+# -- shares of a loader ------------------------------------------------------------------------------------------------
+
+
+class Share:
+    """One process's share of a loader: batches in order, each with the slice of its samples that count.
+
+    A ``DataLoader`` over a map-style dataset is rebuilt: same dataset, batch size, collation and workers, but
+    unshuffled, with a generator of its own, and restricted to the indices of a ``SubsetRandomSampler`` if it has one.
+    Every process gets as many batches as the others; a sample that is repeated for this does not count. With a limit,
+    samples are drawn from all over the set, whatever the order of its labels, and the same for any number of processes.
+    Of other iterables each process takes every world-th batch, with a limit the first ones; a loader over an
+    ``IterableDataset`` shares itself out between the processes, as always in Lightning.
+
+    Args:
+        loader: yields batches.
+        rank: of this process.
+        world: number of processes.
+        limit: batches per process (int), or the fraction of all batches (float); None for all.
+        seed: of the draws, and of the loader's generator, which seeds its workers.
+        rebuild: False uses a ``DataLoader`` as it is where one process runs all of it.
+    """
+
+    def __init__(
+        self, loader: Any, rank: int = 0, world: int = 1, limit: Any = None, *, seed: int = 0, rebuild: bool = True
+    ) -> None:
+        self.source, self.rank, self.world, self.seed = loader, rank, world, seed
+        # LightningCLI may read 5 as 5.0
+        self.limit: Any = (
+            None if limit == 1.0 and isinstance(limit, float) else int(limit) if limit and limit > 1 else limit
+        )
+        self._own, self._size = math.inf, 1  # items of the dataset that count, and in each batch
+        rebuild = is_map_style(loader) and (rebuild or world > 1 or self.limit is not None)
+        self._rebuilt = self._rebuild(loader) if rebuild else None
+
+    def _rebuild(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        whole = loader.batch_sampler is None  # the dataset yields batches
+        self._size = 1 if whole else loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 64
+        indices = _dataset_indices(loader)
+        if self.limit is not None:
+            total = math.ceil(len(indices) / self._size)
+            batches = self.limit * self.world if isinstance(self.limit, int) else math.ceil(self.limit * total)
+            indices = [indices[i] for i in _spread(len(indices), min(len(indices), batches * self._size), self.seed)]
+        mine = indices[self.rank :: self.world]
+        self._own = len(mine)
+        options = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+        return DataLoader(
+            loader.dataset,
+            batch_size=None if whole else self._size,
+            sampler=mine if len(mine) == len(indices[:: self.world]) else [*mine, indices[0]],
+            generator=torch.Generator(),
+            **{name: getattr(loader, name) for name in (*options, "prefetch_factor", "persistent_workers")},
+        )
+
+    def __iter__(self) -> Iterator[tuple[Any, slice]]:
+        if self._rebuilt is not None:
+            self._rebuilt.generator.manual_seed(self.seed)
+        start, step = (0, 1) if isinstance(self.source, DataLoader) else (self.rank, self.world)
+        stop = (
+            math.ceil(self.limit * len(self.source))
+            if isinstance(self.limit, float)
+            else self.limit and self.limit * step
+        )
+        batches = islice(self.source, start, stop, step) if self._rebuilt is None else self._rebuilt
+        for number, batch in enumerate(batches):
+            left = self._own - number * self._size
+            yield batch, slice(None) if left >= self._size else slice(max(int(left), 0))
+
+
+def is_map_style(loader: Any) -> bool:
+    """Whether a loader reads the samples of a dataset by their index."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def dataset_positions(loader: Any, start: int, size: int, trainer: Trainer) -> tuple[Tensor, Tensor]:
+    """Positions in the dataset of a batch that Lightning runs, and a mask of the samples that count on this process.
+
+    The batch holds ``size`` samples of the loader, after ``start`` others. Over all processes each sample counts once.
+    """
+    local = torch.arange(start, start + size)
+    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler) if is_map_style(loader) else None
+    if isinstance(sampler, SequentialSampler):  # use_distributed_sampler=False: every process runs the whole set
+        return local, local % trainer.world_size == trainer.global_rank
+    # rank r holds positions r, r + world, ... of the set, which is padded at its end by its first samples
+    positions = local * trainer.world_size + trainer.global_rank
+    total = len(sampler.dataset) if isinstance(sampler, DistributedSampler) else math.inf  # type: ignore[arg-type]
+    return positions, positions < total
+
+
+def training_loader(trainer: Trainer, *, twice: bool) -> DataLoader[Any]:
+    """The training dataloader; with ``twice`` only one that a second pass can be made over.
+
+    Raises:
+        EncodingError: if there are several, or a pass would use up an iterable dataset.
+    """
+    combined: Any = trainer.fit_loop._combined_loader
+    loaders = [] if combined is None else list(combined.flattened)
+    if len(loaders) == 1 and (is_map_style(loaders[0]) or not twice):
+        return loaders[0]
+    kinds = ", ".join(type(loader).__name__ for loader in loaders) or "none"
+    raise EncodingError(
+        f"expected one training DataLoader over a map-style dataset, got {kinds}. "
+        "Pass fit_loader=, or give the datamodule a fit_dataloader(); one iterable dataset can do with refit='stream'."
+    )
+
+
+def _dataset_indices(loader: DataLoader[Any]) -> Sequence[int]:
+    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    # Lightning wraps a sampler of the user's into a distributed one: dataset -> _sampler
+    while isinstance(sampler, DistributedSampler) and hasattr(sampler.dataset, "_sampler"):
+        sampler = sampler.dataset._sampler
+    indices = getattr(sampler, "indices", None)
+    indices = indices.tolist() if isinstance(indices, Tensor) else indices
+    return indices if isinstance(indices, (list, tuple, range)) else range(len(loader.dataset))  # type: ignore[arg-type]
+
+
+def _spread(total: int, count: int, seed: int) -> list[int]:
+    """A random index from each of ``count`` equal strata of ``range(total)``."""
+    # neither the first ones nor every n-th: labels may be sorted, and they may be interleaved
+    edges = torch.arange(count + 1) * total // max(count, 1)
+    draws = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return (edges[:-1] + (draws * edges.diff()).long()).tolist()
+
+
+# -- one pass over a share ---------------------------------------------------------------------------------------------
+
+
+def check_strategy(strategy: Any) -> None:
+    """Refuse a strategy under which the monitor cannot run the network, or would count samples twice."""
+    names = {base.__name__ for base in type(strategy).__mro__}
+    tensor_parallel = "ModelParallelStrategy" in names and strategy.device_mesh["tensor_parallel"].size() > 1
+    if tensor_parallel or names & {"FSDPStrategy", "DeepSpeedStrategy"}:
+        raise ValueError(
+            f"OODMonitor does not work with {type(strategy).__name__} as it is set. Use DDP, or FSDP2 with fully_shard "
+            "and ModelParallelStrategy(tensor_parallel_size=1)."
+        )
+
+
+def runs_together(trainer: Trainer) -> bool:
+    """Whether all processes take part in each forward pass (FSDP2)."""
+    return trainer.world_size > 1 and type(trainer.strategy).__name__ not in _REPLICATED
+
+
+def _together(batches: Iterator[Any], trainer: Trainer) -> Iterator[Any]:
+    """The batches while every process has one; a process that ran one more pass would wait for ever."""
+    agree, error, item = trainer.strategy.reduce_boolean_decision, None, None
+    while True:
+        try:
+            item = next(batches, None)
+        except Exception as problem:
+            error, item = problem, None
+        if agree(item is not None, all=True):
+            yield item
+        elif agree(item is not None or error is not None, all=False):
+            raise error or RuntimeError("another process has no batch, and all have to run the network together.")
+        else:
+            return
+
+
+def encode_share(
+    trainer: Trainer, encoder: BatchEncoder, share: Share, *, labelled: bool = True
+) -> Generator[tuple[Encoded, Tensor], None, None]:
+    """The batches of a share, encoded as the trainer runs them, and the positions of their samples in the set.
+
+    The module and the random states are afterwards as they were. Close the iterator if you leave it early.
+    """
+    seen, together = 0, runs_together(trainer)
+    with visiting(trainer.lightning_module, share.seed), torch.inference_mode(False), torch.no_grad():
+        for batch, counting in _together(iter(share), trainer) if together else share:
+            batch = transfer(trainer, batch)
+            try:
+                with trainer.precision_plugin.forward_context():
+                    encoded = encoder(batch, labelled=labelled)
+            except Exception as error:
+                if not together:
+                    raise
+                who = f"a forward pass failed on process {trainer.global_rank}, and the others wait for it."
+                raise EncodingError(f"{who} {type(error).__name__}: {error}") from error
+            if counting != slice(None):
+                inputs = apply_to_collection(encoded.inputs, Tensor, lambda tensor, part=counting: tensor[part])
+                encoded = replace(encoded.select(counting), inputs=inputs)
+            yield encoded, torch.arange(seen, seen + len(encoded)) * share.world + share.rank
+            seen += len(encoded)
+
+
+def transfer(trainer: Trainer, batch: Any) -> Any:
+    """Bring a batch to the module's device and precision as the trainer does, with all of the user's hooks."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+class InputPairs:
+    """All data of a share's loader as pairs (x, y), the same on every process, for detectors on inputs."""
+
+    def __init__(self, trainer: Trainer, encoder: BatchEncoder, share: Callable[[Trainer], Share]) -> None:
+        self._trainer, self._encoder, self._share = trainer, encoder, share
+
+    def __iter__(self) -> Iterator[tuple[Any, Tensor | None]]:
+        share = self._share(self._trainer)
+        # limits count the batches of one process
+        limit = share.limit * share.world if isinstance(share.limit, int) else share.limit
+        for batch, _ in Share(share.source, limit=limit, seed=share.seed):
+            batch = transfer(self._trainer, batch)
+            yield model_input(batch_inputs(batch)), self._encoder.labels_of(batch)
+
+
+# -- many detectors ----------------------------------------------------------------------------------------------------
+
+
+class Fit:
+    """One fit of several detectors from the same batches; those with the same options share their moments.
+
+    Call :meth:`update` with every batch, then :meth:`finish` on every process. Errors are kept, not raised: a process
+    that left would let the others wait for ever.
+    """
+
+    def __init__(self, adapters: Mapping[str, Adapter], device: torch.device) -> None:
+        self.num_samples = 0  #: seen on this process
+        self.classes: set[int] = set()  #: labels of the samples of all processes, after :meth:`finish`
+        self.keys: dict[str, Any] = {}  #: what a detector is fitted on; those with the same key share a metric
+        self.metrics: dict[Any, Metric] = {}
+        self._errors: dict[Any, Exception] = {}
+        for name, adapter in adapters.items():
+            if adapter.fitted_on is Representation.MOMENTS:
+                metric = adapter.detector.new_moments()  # type: ignore[attr-defined]
+                plain = (bool, int, float, str, type(None))  # its public settings
+                options = {k: v for k, v in vars(metric).items() if not k.startswith("_") and isinstance(v, plain)}
+                key: Any = (type(metric), *sorted(options.items()))
+            elif adapter.fitted_on not in (None, Representation.INPUTS):
+                # all that is made from features shares their rows
+                key = Representation.LOGITS if adapter.fitted_on is Representation.LOGITS else Representation.FEATURES
+                metric = FeatureRows()
+            else:
+                continue
+            self.keys[name] = key
+            # float64 sums do not exist on MPS
+            self.metrics.setdefault(key, metric.to("cpu" if device.type == "mps" else device))
+
+    def update(self, encoded: Encoded, positions: Tensor) -> None:
+        """Add a batch with labels; ``positions`` is the order of its samples over all processes, shape (B,)."""
+        for key, metric in self.metrics.items() if len(encoded) else ():
+            if key not in self._errors:
+                try:
+                    if isinstance(key, Representation):
+                        metric.update(take(key, encoded), encoded.labels, positions)
+                    else:
+                        metric.update(encoded.features, encoded.labels)
+                except Exception as error:
+                    self._errors[key] = error
+
+    def fail(self, error: Exception) -> None:
+        """Give up all detectors, because of an error in the data."""
+        self._errors |= {key: error for key in self.metrics if key not in self._errors}
+
+    def finish(
+        self, adapters: Mapping[str, Adapter], trainer: Trainer, inputs: InputPairs, seed: int
+    ) -> Iterator[tuple[str, float, Exception | None]]:
+        """Fit the detectors: name, seconds, and the error if it failed on any process.
+
+        Every process has to call it, and gives all detectors the same fit. The adapters have the same names as before;
+        ``inputs`` is the whole set, for detectors on inputs.
+        """
+        anywhere = partial(trainer.strategy.reduce_boolean_decision, all=False)
+        data: dict[Any, Any] = {None: inputs}
+        for name, adapter in adapters.items():
+            start, key, error = time.perf_counter(), self.keys.get(name), self._errors.get(self.keys.get(name))
+            if adapter.fitted_on is None:
+                continue
+            if not anywhere(error is not None):
+                try:
+                    data[key] = data[key] if key in data else self._gather(key)
+                    with visiting(trainer.lightning_module, seed), torch.inference_mode(False), torch.enable_grad():
+                        adapter.fit(data[key])
+                except Exception as problem:
+                    error = problem
+            if anywhere(error is not None):
+                error = error or RuntimeError("see the error of another process.")
+            yield name, time.perf_counter() - start, error
+
+    def _gather(self, key: Any) -> Any:
+        """What the metric of all processes together holds."""
+        with quiet_compute():
+            gathered: Any = self.metrics[key].compute()
+        if not isinstance(key, Representation):
+            self.classes |= set(gathered.counts.nonzero().flatten().tolist())
+            return gathered
+        rows, labels = gathered
+        self.classes |= set(labels.unique().tolist())
+        return Encoded(rows, rows if key is Representation.LOGITS else None, labels)
