@@ -9,40 +9,25 @@ from typing import TYPE_CHECKING
 
 from rmd_plugin.lazy import lazy_names
 
-# public name -> module that defines it
-_EXPORTS = {
-    "BERT": "text",
-    "MLP": "small",
-    "Backbone": "base",
-    "CheckpointError": "checkpoint",
-    "EfficientNetLite0": "efficientnet",
-    "GenomicsBERT": "genomics",
-    "GenomicsCNN": "genomics",
-    "HF": "hf",
-    "Identity": "small",
-    "MaskedTokenPretraining": "stages",
-    "OpenCLIP": "vision",
-    "ResNet": "resnet",
-    "SmallCNN": "small",
-    "Timm": "vision",
-    "TorchVision": "vision",
-    "WeightsNotFoundError": "fetch",
-    "WideResNet": "resnet",
+# module -> public names that it defines
+_MODULES = {
+    "base": "Backbone CheckpointError WeightsNotFoundError",
+    "genomics": "GenomicsBERT GenomicsCNN MaskedTokenPretraining",
+    "hub": "BERT HF OpenCLIP Timm TorchVision",
+    "resnet": "ResNet WideResNet",
+    "small": "MLP Identity SmallCNN",
+    "transforms": "ImageTransform",
 }
+_EXPORTS = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [*_EXPORTS]
 
 if TYPE_CHECKING:
-    from rmd_plugin.backbones.base import Backbone
-    from rmd_plugin.backbones.checkpoint import CheckpointError
-    from rmd_plugin.backbones.efficientnet import EfficientNetLite0
-    from rmd_plugin.backbones.fetch import WeightsNotFoundError
-    from rmd_plugin.backbones.genomics import GenomicsBERT, GenomicsCNN
-    from rmd_plugin.backbones.hf import HF
-    from rmd_plugin.backbones.resnet import ResNet, WideResNet
-    from rmd_plugin.backbones.small import MLP, Identity, SmallCNN
-    from rmd_plugin.backbones.stages import MaskedTokenPretraining
-    from rmd_plugin.backbones.text import BERT
-    from rmd_plugin.backbones.vision import OpenCLIP, Timm, TorchVision
+    from .base import Backbone, CheckpointError, WeightsNotFoundError
+    from .genomics import GenomicsBERT, GenomicsCNN, MaskedTokenPretraining
+    from .hub import BERT, HF, OpenCLIP, Timm, TorchVision
+    from .resnet import ResNet, WideResNet
+    from .small import MLP, Identity, SmallCNN
+    from .transforms import ImageTransform
 
 __getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

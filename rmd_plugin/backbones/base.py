@@ -4,22 +4,37 @@ import hashlib
 import inspect
 import json
 import os
+import pickle
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias, TypedDict
+from typing import Any, ClassVar, Self, TypeAlias, TypedDict
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
-
-from rmd_plugin.backbones.checkpoint import CheckpointError, Notes, check_fit, match_names, read_checkpoint
-from rmd_plugin.backbones.fetch import find_checkpoint
 
 Transform: TypeAlias = Callable[[Any], Tensor]
 Checkpoint: TypeAlias = str | os.PathLike[str] | None
 
+#: how the address of a file inside an installed package begins
+PACKAGED = "pkg://"
+#: under which ``rmd-train`` keeps the ``repr`` of the test transform
+PREPROCESSING = "rmd_preprocessing"
+# names under which training programs put the weights beside optimiser state and counters
+_CONTAINERS = ("state_dict", "model_state_dict", "model")
 # what checkpoints of other projects call the classifier
 _HEAD_NAMES = ("head", "fc", "linear", "classifier")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read, or does not belong to the backbone it was given to."""
+
+
+class WeightsNotFoundError(FileNotFoundError):
+    """A file of weights is in none of the places looked in, which the message lists."""
 
 
 class SharedOptions(TypedDict, total=False):
@@ -29,6 +44,111 @@ class SharedOptions(TypedDict, total=False):
     checkpoint: Checkpoint
     load_head: bool
     frozen: bool
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def packaged_path(address: str) -> Path:
+    """Where ``pkg://PACKAGE/PATH`` lies."""
+    package, _, inside = address.removeprefix(PACKAGED).partition("/")
+    return Path(str(files(package))) / inside
+
+
+def find_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
+    """Locate a file: the path as it is, then below ``RMD_DATA_DIR``; ``pkg://PACKAGE/PATH`` lies in a package.
+
+    Raises:
+        WeightsNotFoundError: if it is in neither place.
+    """
+    if str(checkpoint).startswith(PACKAGED):
+        candidates = [packaged_path(str(checkpoint))]
+    else:
+        candidates = [Path(checkpoint).expanduser().absolute()]
+        if data_dir := os.environ.get("RMD_DATA_DIR"):
+            candidates.append(Path(data_dir).expanduser().absolute() / checkpoint)
+    for path in candidates:
+        if path.is_file():
+            return path
+    raise WeightsNotFoundError(
+        f"checkpoint {str(checkpoint)!r} not found; looked in {' and '.join(map(str, candidates))}. "
+        "Give the path of a file (a relative one may lie below RMD_DATA_DIR), or null to go without."
+    )
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], str | None]:
+    """Tensors by name, on the CPU, of a plain state_dict, a Lightning checkpoint or a safetensors file.
+
+    Anything beyond tensors and plain containers is refused with a CheckpointError, never executed.
+
+    Returns:
+        The tensors, and the ``repr`` of the transform that they were trained with, if ``rmd-train`` wrote the file.
+    """
+    content: Any
+    try:
+        if path.suffix == ".safetensors":
+            content = safetensors.torch.load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damage shows in many classes
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch's own words advise to turn the protection off
+            reason = "it holds more than tensors and plain values, or is damaged: refused, loading it could run code"
+        raise CheckpointError(f"{path} is not a readable checkpoint: {reason}") from error
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a state_dict (name -> tensor).")
+    weights = next((content[name] for name in _CONTAINERS if isinstance(content.get(name), Mapping)), content)
+    state = {str(name): value for name, value in weights.items() if isinstance(value, Tensor)}
+    if not state:
+        raise CheckpointError(f"{path} holds no tensors; its entries are {', '.join(map(str, [*weights][:5]))}.")
+    return state, content.get(PREPROCESSING)
+
+
+def match_names(
+    state: Mapping[str, Tensor], encoder_names: Sequence[str], head_names: Sequence[str], rename: Callable[[str], str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Find which prefix of a file holds the network, and translate its names.
+
+    The network may be stored as a whole backbone (``encoder.*``, ``head.*``) or as the original project names it
+    (no ``encoder.``, the classifier under one of ``head_names``), under any prefix (``model.``, ``module.``, ...).
+    Other parts of the file (losses, metrics, other towers) are ignored.
+
+    Returns:
+        The weights of the encoder and those of the head, under their own names. Weights inside the network that the
+        encoder does not have are among those of the encoder.
+    """
+    expected = set(encoder_names)
+
+    def translate(name: str) -> str | None:
+        module, _, leaf = name.rpartition(".")
+        bare = name.removeprefix("encoder.")
+        if bare in expected:
+            return f"encoder.{bare}"
+        if module in head_names:
+            return f"head.{leaf}"
+        return f"encoder.{rename(bare)}" if rename(bare) in expected else None
+
+    hits: Counter[str] = Counter()
+    for name in state:
+        parts = name.split(".")
+        for depth in range(min(len(parts), 6)):
+            if translate(".".join(parts[depth:])) is not None:
+                hits["".join(f"{part}." for part in parts[:depth])] += 1
+    # the shortest prefix wins a tie, so that a file that fits as it is keeps its names
+    prefix = min(hits, key=lambda p: (-hits[p], len(p), p), default="")
+    inside = {name.split(".")[0] for name in expected} | {"encoder", "head"}
+    weights: dict[str, dict[str, Tensor]] = {"encoder": {}, "head": {}}
+    for name, tensor in state.items():
+        if name.startswith(prefix):
+            part, _, own = (translate(name[len(prefix) :]) or "").partition(".")
+            if part:
+                weights[part][own] = tensor
+            elif name[len(prefix) :].split(".")[0] in inside:
+                weights["encoder"][name] = tensor
+    return weights["encoder"], weights["head"]
+
+
+# -- the backbone -----------------------------------------------------------------------------------------------------
 
 
 class Backbone(nn.Module):
@@ -57,7 +177,8 @@ class Backbone(nn.Module):
         head: the classifier, or ``None``.
         head_loaded: whether the head's weights came from a checkpoint or a pre-trained source.
         origins: where the preprocessing came from.
-        noted: what the checkpoint says about itself, see :class:`~rmd_plugin.backbones.checkpoint.Notes`.
+        trained_transform: ``repr`` of the transform that the checkpoint was trained with, if ``rmd-train`` wrote it.
+        frozen: whether the encoder is frozen.
         encoding: what a genomics benchmark must deliver, ``"one_hot"`` or ``"tokens"``; ``None`` elsewhere.
 
     Example:
@@ -76,14 +197,14 @@ class Backbone(nn.Module):
 
     encoder: nn.Module
     head: nn.Linear | None
-    made_with: dict[str, Any]  #: the arguments of the constructor by name, for a guard to make it from again
+    init_options: dict[str, Any]  #: the arguments of the constructor by name, for a guard to build it again
 
     def __new__(cls, *values: Any, **options: Any) -> Self:  # noqa: D102
-        made = super().__new__(cls)
+        backbone = super().__new__(cls)
         names = list(inspect.signature(cls.__init__).parameters)[1:]
         # not by nn.Module, which is not set up yet
-        object.__setattr__(made, "made_with", dict(zip(names, values, strict=False)) | options)
-        return made
+        object.__setattr__(backbone, "init_options", dict(zip(names, values, strict=False)) | options)
+        return backbone
 
     def __init__(
         self,
@@ -108,15 +229,15 @@ class Backbone(nn.Module):
         self.train_transform = train_transform
         self.test_transform = test_transform
         self.origins = dict(origins or {})
-        self.noted = Notes()
+        self.trained_transform: str | None = None
         self.architecture = dict(architecture or {})
         self._head_names = (*_HEAD_NAMES, *head_names)
-        self._frozen_names: list[str] | None = None
+        self.frozen = frozen
         self.reset_head(num_classes)
         if checkpoint is not None:
             self.load_checkpoint(checkpoint, load_head=load_head)
         if frozen:
-            self.freeze()
+            self.encoder.requires_grad_(False)
         # some libraries hand their models over in evaluation mode, and Lightning trains them as they come
         self.train()
 
@@ -130,18 +251,10 @@ class Backbone(nn.Module):
         """Classes of the head, ``None`` without a head."""
         return None if self.head is None else self.head.out_features
 
-    @property
-    def frozen(self) -> bool:
-        """Whether the encoder is frozen."""
-        return self._frozen_names is not None
-
     def forward(self, x: Tensor) -> Tensor:
         """Logits of shape (B, num_classes) of a batch."""
         if self.head is None:
-            raise RuntimeError(
-                f"{type(self).__name__} has no head, so there are no logits: pass num_classes=..., "
-                "call reset_head(num_classes), or use its .encoder for the features."
-            )
+            raise RuntimeError(f"{type(self).__name__} has no head: set num_classes, or use its .encoder for features.")
         logits: Tensor = self.head(self.encoder(x))
         return logits
 
@@ -153,34 +266,6 @@ class Backbone(nn.Module):
         self.head, self.head_loaded = None, False
         if num_classes is not None:
             self.head = nn.Linear(self.feature_dim, num_classes, device=like.device, dtype=like.dtype)
-
-    def _take_head(self, classifier: nn.Module, name: str) -> None:
-        """Keep a pre-trained classifier, linear or a 1x1 convolution, as the head."""
-        weight, bias = getattr(classifier, "weight", None), getattr(classifier, "bias", None)
-        if not isinstance(weight, Tensor) or weight.flatten(1).shape[1] != self.feature_dim:
-            raise ValueError(
-                f"the classifier of {name} is a {type(classifier).__name__}, not linear: pretrained_head=false."
-            )
-        self._make_room(len(weight), name)
-        state = {"weight": weight.flatten(1), "bias": torch.zeros(len(weight)) if bias is None else bias}
-        self.get_submodule("head").load_state_dict(state)
-        self.head_loaded = True
-
-    def freeze(self) -> Self:
-        """Keep the encoder as it is; the head stays trainable."""
-        if self._frozen_names is None:
-            self._frozen_names = [name for name, p in self.encoder.named_parameters() if p.requires_grad]
-        self.encoder.requires_grad_(False)
-        self.encoder.eval()
-        return self
-
-    def unfreeze(self) -> Self:
-        """Let the encoder learn again: the parameters that did before ``freeze``."""
-        for name in self._frozen_names or ():
-            self.encoder.get_parameter(name).requires_grad_(True)
-        self._frozen_names = None
-        self.encoder.train(self.training)
-        return self
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode; a frozen encoder stays in evaluation mode."""
@@ -198,31 +283,36 @@ class Backbone(nn.Module):
             CheckpointError: if it cannot be read, or does not fit this network.
         """
         path = find_checkpoint(checkpoint)
-        state, noted = read_checkpoint(path)
-        matched = match_names(state, self.encoder.state_dict(), head_names=self._head_names, rename=self.rename_key)
-        weight = matched.state.get("head.weight")
-        if weight is not None and weight.dim() == 4 and weight.shape[2:] == (1, 1):
-            matched.state["head.weight"] = weight = weight.flatten(1)
-        with_head = load_head and weight is not None
-        if weight is not None and with_head:
-            self._make_room(len(weight), path)
-        own = self.state_dict()
-        wanted = {name: own[name] for name in own if with_head or not name.startswith("head.")}
-        sizes = ", ".join(f"{name}={value}" for name, value in self.architecture.items())
-        check_fit(matched, wanted, path=path, what=f"{type(self).__name__}({sizes})")
-        self.load_state_dict({name: matched.state[name] for name in wanted if name in matched.state}, strict=False)
-        self.head_loaded, self.noted = with_head, noted
+        state, self.trained_transform = read_checkpoint(path)
+        self._load_weights(state, str(path), load_head=load_head)
 
-    def _make_room(self, classes: int, source: object) -> None:
-        """A head of as many classes as the pre-trained one has, which is refused where another number is wanted."""
+    def _load_weights(self, state: Mapping[str, Tensor], source: str, *, load_head: bool) -> None:
+        """Load weights under any names; ``source`` is what error messages call them."""
+        names = list(self.encoder.state_dict())
+        encoder, head = match_names(state, names, self._head_names, self.rename_key)
+        try:
+            self.encoder.load_state_dict(encoder)
+        except RuntimeError as error:
+            reason = textwrap.shorten(str(error).partition("\n")[2], 500)
+            network = f"{type(self).__name__} with {self.architecture}"
+            raise CheckpointError(f"{source} does not fit {network}: {reason}. Is it of other sizes?") from error
+        if load_head and "weight" in head:
+            self._load_head(head["weight"], head.get("bias"), source)
+
+    def _load_head(self, weight: Tensor, bias: Tensor | None, source: str) -> None:
+        """Take a classifier over, linear or a 1x1 convolution; a head for other classes is refused."""
+        weight = weight.flatten(1)
         if self.num_classes is None:
-            self.reset_head(classes)
-        elif self.num_classes != classes:
+            self.reset_head(len(weight))
+        shape = (self.num_classes, self.feature_dim)
+        if weight.shape != shape:
             raise CheckpointError(
-                f"{source} was trained on {classes} classes, num_classes is {self.num_classes}. "
-                f"Pass num_classes={classes} (or null) for its head, or load_head=false for a new one "
-                "(pretrained_head=false where the weights came with the backbone)."
+                f"the classifier of {source} has (classes, features) {tuple(weight.shape)}, expected {shape}. "
+                "For a new one: backbone.load_head=false (backbone.pretrained_head=false for pre-trained weights)."
             )
+        state = {"weight": weight, "bias": torch.zeros(len(weight)) if bias is None else bias}
+        self.get_submodule("head").load_state_dict(state)
+        self.head_loaded = True
 
     def save_assets(self, folder: Path) -> None:
         """Write what ``name`` must point to if the network is made again on another machine; here there is nothing."""
@@ -236,13 +326,8 @@ class Backbone(nn.Module):
 
         Equal for equal networks, in any process and on any device.
         """
-        digest = hashlib.sha256()
-        identity = {
-            "class": f"{type(self).__module__}.{type(self).__qualname__}",
-            "architecture": self.architecture,
-            "transform": repr(self.test_transform),
-        }
-        digest.update(json.dumps(identity, sort_keys=True, default=str).encode())
+        identity = [type(self).__qualname__, self.architecture, repr(self.test_transform)]
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
         for name, tensor in sorted(self.state_dict().items()):
             plain = tensor.detach().cpu().contiguous()
             digest.update(f"{name}{plain.dtype}{tuple(plain.shape)}".encode())
@@ -261,9 +346,8 @@ def as_backbone(module: nn.Module) -> Backbone:
     encoder, head = getattr(module, "encoder", None), getattr(module, "head", None)
     if not isinstance(encoder, nn.Module) or not isinstance(head, nn.Linear | None):
         raise ValueError(
-            f"{type(module).__name__} cannot serve as a backbone: its .encoder must be a module, got "
-            f"{type(encoder).__name__}, and its .head an nn.Linear or None, got {type(head).__name__}. "
-            "Name them so, or subclass rmd_plugin.backbones.Backbone."
+            f"{type(module).__name__} cannot serve as a backbone: expected an .encoder, a module, and a .head, "
+            f"an nn.Linear or None, got {type(encoder).__name__} and {type(head).__name__}."
         )
     backbone = Backbone(
         encoder,

@@ -1,16 +1,18 @@
-"""Backbones for DNA reads: the paper's motif CNN, and a compact BERT-style encoder over bases or k-mers."""
+"""Backbones for DNA reads: the paper's motif CNN, and a compact BERT-style encoder with its pre-training."""
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, Unpack
 
 import torch
+from pytorch_lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typing_extensions import Unpack
 
 from rmd_plugin.backbones.base import Backbone, SharedOptions
 
 NUM_BASES = 4
 PAD_BASE = 5  # fills reads shorter than the others; 4 is a base that could not be read
+Batch: TypeAlias = Tensor | Sequence[Tensor]
 
 
 class _MotifEncoder(nn.Module):
@@ -126,8 +128,8 @@ class ReadEncoder(nn.Module):
                 f"reads must have {self.kmer} to {self.max_length} bases, got {bases.shape[1]}; raise max_length."
             )
         windows = bases.unfold(1, self.kmer, self.stride)
-        place = NUM_BASES ** torch.arange(self.kmer - 1, -1, -1, device=bases.device)
-        tokens = (windows.clamp(0, NUM_BASES - 1) * place).sum(dim=2)
+        powers = NUM_BASES ** torch.arange(self.kmer - 1, -1, -1, device=bases.device)
+        tokens = (windows.clamp(0, NUM_BASES - 1) * powers).sum(dim=2)
         tokens = tokens.masked_fill(((windows < 0) | (windows >= NUM_BASES)).any(dim=2), self.unknown_id)
         tokens = tokens.masked_fill((windows == PAD_BASE).any(dim=2), self.pad_id)
         return F.pad(tokens, (1, 0), value=self.cls_id)
@@ -146,15 +148,15 @@ class ReadEncoder(nn.Module):
         hidden = self.contextual(tokens)
         if self.pooling == "cls":
             return hidden[:, 0]
-        kept = (tokens[:, 1:] != self.pad_id).unsqueeze(2).to(hidden.dtype)
+        valid = (tokens[:, 1:] != self.pad_id).unsqueeze(2).to(hidden.dtype)
         # a read of padding only has no mean: its features are zeros, not NaN
-        return (hidden[:, 1:] * kept).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
+        return (hidden[:, 1:] * valid).sum(dim=1) / valid.sum(dim=1).clamp(min=1)
 
 
 class GenomicsBERT(Backbone):
     """Compact BERT-style encoder of DNA reads; D = ``width``. Takes base ids, (B, L).
 
-    Made to be pre-trained without labels by ``rmd_plugin.backbones.stages.MaskedTokenPretraining``; that stage's
+    Made to be pre-trained without labels by :class:`MaskedTokenPretraining`; that stage's
     checkpoint is then given here as ``checkpoint`` for the fine-tuning.
 
     Args:
@@ -200,16 +202,117 @@ class GenomicsBERT(Backbone):
         stride = kmer if stride is None else stride
         if not 1 <= stride <= kmer:
             raise ValueError(f"stride must lie in 1..kmer={kmer}, so that no base is skipped, got {stride}.")
-        if width % heads:
-            raise ValueError(f"width must be a multiple of heads, got {width} and {heads}.")
-        sizes: dict[str, Any] = {
-            "kmer": kmer,
-            "stride": stride,
-            "max_length": max_length,
-            "width": width,
-            "depth": depth,
-            "heads": heads,
-            "feed_forward": 4 * width if feed_forward is None else feed_forward,
-            "pooling": pooling,
-        }
+        feed_forward = 4 * width if feed_forward is None else feed_forward
+        sizes: dict[str, Any] = {"kmer": kmer, "stride": stride, "max_length": max_length, "pooling": pooling}
+        sizes |= {"width": width, "depth": depth, "heads": heads, "feed_forward": feed_forward}
         super().__init__(ReadEncoder(**sizes, dropout=dropout), width, architecture=sizes, **shared)
+
+
+class MaskedTokenPretraining(LightningModule):
+    """Hide some tokens of each read and learn to restore them, as BERT does.
+
+    Of the chosen tokens 80 % become the mask token, 10 % a random k-mer, 10 % stay. Where tokens overlap, as many
+    neighbours are chosen together as share a base: a single hidden token could be read off the others.
+
+    A checkpoint of this module goes into ``GenomicsBERT(checkpoint=path)``. Batches are reads, or reads first and
+    labels after, which are ignored. Logs ``train/loss``, ``train/masked_accuracy`` and the same under ``val/``.
+
+    Args:
+        backbone: the network whose encoder is trained.
+        mask_probability: share of the tokens that are chosen.
+        lr: peak learning rate of AdamW.
+        weight_decay: of AdamW.
+        warmup_steps: steps of linear warm-up.
+        seed: of the masks in validation, the same in every epoch.
+
+    Example:
+        >>> from rmd_plugin.backbones import GenomicsBERT
+        >>> backbone = GenomicsBERT(width=16, depth=1)
+        >>> stage = MaskedTokenPretraining(backbone, lr=3e-4)  # for a Trainer
+        >>> stage.encoder is backbone.encoder  # what is learnt stays in the backbone
+        True
+    """
+
+    def __init__(
+        self,
+        backbone: GenomicsBERT,
+        *,
+        mask_probability: float = 0.15,
+        lr: float = 1e-4,
+        weight_decay: float = 0.01,
+        warmup_steps: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not 0 < mask_probability < 1:
+            raise ValueError(f"mask_probability must lie in (0, 1), got {mask_probability}.")
+        if backbone.frozen:
+            raise ValueError("the backbone is frozen, so there is nothing to pre-train: pass frozen=false.")
+        self.save_hyperparameters(ignore=["backbone"])
+        self.encoder = backbone.encoder
+        self.mask_probability, self.seed = mask_probability, seed
+        self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
+        width = self.encoder.tokens.embedding_dim
+        self.mlm_transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+        self.mlm_bias = nn.Parameter(torch.zeros(self.encoder.num_kmers))
+
+    def corrupt(self, tokens: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """The tokens (B, T) with some hidden, and which were chosen, (B, T); ``None`` draws from the global state."""
+        device = tokens.device
+
+        def uniform() -> Tensor:
+            # a generator lives on the CPU, so that validation masks are the same on every device
+            return torch.rand(tokens.shape, generator=generator, device="cpu" if generator else device).to(device)
+
+        span = -(-self.encoder.kmer // self.encoder.stride)
+        # a token is chosen if any of `span` start points hits it: solve 1 - (1 - p)^span = mask_probability
+        starts = uniform() < 1 - (1 - self.mask_probability) ** (1 / span)
+        padded = F.pad(starts.float().unsqueeze(1), (span - 1, 0))
+        chosen = F.max_pool1d(padded, span, stride=1).squeeze(1) > 0
+        chosen &= tokens < self.encoder.num_kmers
+        fate = uniform()
+        hidden = torch.where(chosen & (fate < 0.8), self.encoder.mask_id, tokens)
+        random_kmers = (uniform() * self.encoder.num_kmers).long().clamp(max=self.encoder.num_kmers - 1)
+        return torch.where(chosen & (fate >= 0.9), random_kmers, hidden), chosen
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        """Logits over the k-mers for the chosen tokens, shape (number chosen, 4^k); ids and choice are (B, T).
+
+        The output layer shares its weights with the token embedding.
+        """
+        # only for the chosen: with long k-mers the output layer is the widest of all
+        hidden = self.mlm_transform(self.encoder.contextual(tokens)[chosen])
+        return F.linear(hidden, self.encoder.tokens.weight[: self.encoder.num_kmers], self.mlm_bias)
+
+    def _step(self, batch: Batch, stage: str, generator: torch.Generator | None) -> Tensor:
+        tokens = self.encoder.tokenise(batch if isinstance(batch, Tensor) else batch[0])
+        corrupted, chosen = self.corrupt(tokens, generator)
+        logits, targets = self(corrupted, chosen), tokens[chosen]
+        # short reads may draw no mask: then a zero that still reaches every weight, as DDP wants, instead of NaN
+        loss = F.cross_entropy(logits, targets) if targets.numel() else logits.sum()
+        if targets.numel():
+            accuracy = (logits.argmax(dim=1) == targets).float().mean()
+            self.log_dict(
+                {f"{stage}/loss": loss, f"{stage}/masked_accuracy": accuracy},
+                prog_bar=True,
+                batch_size=targets.numel(),
+                sync_dist=stage == "val",
+            )
+        return loss
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss of one batch with fresh masks."""
+        return self._step(batch, "train", None)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss of one batch with the masks that belong to its index."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + batch_idx)
+        return self._step(batch, "val", generator)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with linear warm-up."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        if self.warmup_steps <= 0:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / self.warmup_steps, total_iters=self.warmup_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

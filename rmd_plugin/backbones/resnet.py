@@ -5,15 +5,13 @@ WRN-28-10 is the paper's choice for CIFAR.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, Unpack
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typing_extensions import Unpack
 
 from rmd_plugin.backbones.base import Backbone
-from rmd_plugin.backbones.preprocessing import VisionOptions, with_transforms
-from rmd_plugin.backbones.transforms import CIFAR_MEAN, CIFAR_STD, ImageTransform
+from rmd_plugin.backbones.transforms import CIFAR_MEAN, CIFAR_STD, ImageTransform, VisionOptions, with_transforms
 
 _USUAL = ImageTransform(32, CIFAR_MEAN, CIFAR_STD)
 
@@ -80,15 +78,15 @@ class _Encoder(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
-        self.groups = [f"layer{i}" for i in range(1, len(blocks) + 1)]
+        self.names = [f"layer{i}" for i in range(1, len(blocks) + 1)]
         groups = _groups(partial(_Block, shortcut=shortcut), widths[0], blocks, widths)
-        for name, group in zip(self.groups, groups, strict=True):
+        for name, group in zip(self.names, groups, strict=True):
             self.add_module(name, group)
         init_convolutions(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))
-        for name in self.groups:
+        for name in self.names:
             x = self.get_submodule(name)(x)
         return x.mean(dim=(2, 3))
 
@@ -134,14 +132,10 @@ class ResNet(Backbone):
         if shortcut not in ("conv", "pad"):
             raise ValueError(f"shortcut must be 'conv' or 'pad', got {shortcut!r}.")
         sizes = {"blocks": list(blocks), "widths": list(widths), "shortcut": shortcut, "in_channels": in_channels}
-        chosen = {"size": image_size, "interpolation": interpolation}
-        prepared = with_transforms(shared, _USUAL, "the default of ResNet", **chosen)
-        super().__init__(
-            _Encoder(blocks, widths, shortcut, in_channels),
-            widths[-1],
-            architecture=sizes,
-            **prepared,
-        )
+        origin = "the default of ResNet"
+        prepared = with_transforms(shared, _USUAL, origin, size=image_size, interpolation=interpolation)
+        encoder = _Encoder(blocks, widths, shortcut, in_channels)
+        super().__init__(encoder, widths[-1], architecture=sizes, **prepared)
 
     def rename_key(self, name: str) -> str:
         """Translate the name that CIFAR projects give to the projecting shortcut."""
@@ -222,12 +216,8 @@ class WideResNet(Backbone):
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"depth must be 6n + 4 (10, 16, 22, 28, 40, ...), got {depth}.")
         prepared = with_transforms(shared, _USUAL, "the default of WideResNet", size=image_size)
-        super().__init__(
-            _WideEncoder(depth, width, dropout, in_channels),
-            64 * width,
-            architecture={"depth": depth, "width": width, "in_channels": in_channels},
-            **prepared,
-        )
+        sizes = {"depth": depth, "width": width, "in_channels": in_channels}
+        super().__init__(_WideEncoder(depth, width, dropout, in_channels), 64 * width, architecture=sizes, **prepared)
 
     def rename_key(self, name: str) -> str:
         """Translate the names that pytorch-ood and Hendrycks' models use."""

@@ -1,13 +1,12 @@
 """Small backbones: a CNN for thumbnails or vectors, an MLP, and the identity for features computed elsewhere."""
 
 from collections.abc import Callable, Sequence
+from typing import Any, Unpack
 
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from rmd_plugin.backbones.base import Backbone, SharedOptions
-from rmd_plugin.backbones.preprocessing import PreparedOptions, VisionOptions, shared_only, with_transforms
-from rmd_plugin.backbones.transforms import ImageTransform
+from rmd_plugin.backbones.transforms import ImageTransform, VisionOptions, shared_options, with_transforms
 
 _ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh, "silu": nn.SiLU}
 # convolution, normalisation and global pooling along one or two axes
@@ -17,10 +16,10 @@ _LAYERS: dict[int, tuple[Callable[..., nn.Module], ...]] = {
 }
 
 
-def _prepared(options: VisionOptions, name: str, image_size: int | None) -> PreparedOptions:
+def _with_pictures(options: VisionOptions, name: str, image_size: int | None) -> dict[str, Any]:
     """With transforms if any option about pictures is given: else tensors come as the benchmark has them."""
     if image_size is None and all(options.get(option) is None for option in ("mean", "std", "transform")):
-        return shared_only(options)
+        return shared_options(options)
     usual = ImageTransform(None, (0.0,) * 3, (1.0,) * 3)
     return with_transforms(options, usual, f"the default of {name}", size=image_size)
 
@@ -67,8 +66,8 @@ class SmallCNN(Backbone):
     ) -> None:
         if not widths:
             raise ValueError("widths must name at least one pair of convolutions, got none.")
-        prepared = _prepared(shared, "SmallCNN", image_size)
-        in_channels = in_channels if in_channels is not None else 3 if "test_transform" in prepared else 1
+        options = _with_pictures(shared, "SmallCNN", image_size)
+        in_channels = in_channels if in_channels is not None else 3 if "test_transform" in options else 1
         dims = 2 if dims is None else dims
         if dims not in (1, 2):
             raise ValueError(f"dims must be 1 (vectors, sequences) or 2 (pictures), got {dims}.")
@@ -84,9 +83,8 @@ class SmallCNN(Backbone):
                 layers += [convolution(source, width, 3, padding=1, bias=False), normalisation(width), nn.ReLU()]
             channels = width
         layers += [pooling(1), nn.Flatten(1), nn.Dropout(dropout)]
-        # pictures are not named: their fingerprint is that of caches which are there
-        architecture = {"in_channels": in_channels, "widths": list(widths)} | ({"dims": 1} if flat else {})
-        super().__init__(nn.Sequential(*layers), channels, architecture=architecture, **prepared)
+        architecture = {"in_channels": in_channels, "widths": list(widths), "dims": dims}
+        super().__init__(nn.Sequential(*layers), channels, architecture=architecture, **options)
 
 
 class MLP(Backbone):
@@ -127,8 +125,8 @@ class MLP(Backbone):
             layers += [nn.Linear(size, width), _ACTIVATIONS[activation](), nn.Dropout(dropout)]
             size = width
         architecture = {"in_features": in_features, "hidden": list(hidden), "activation": activation}
-        prepared = _prepared(shared, "MLP", image_size)
-        super().__init__(nn.Sequential(*layers), size, architecture=architecture, **prepared)
+        options = _with_pictures(shared, "MLP", image_size)
+        super().__init__(nn.Sequential(*layers), size, architecture=architecture, **options)
 
 
 class _Features(nn.Module):

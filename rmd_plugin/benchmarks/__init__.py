@@ -8,53 +8,27 @@ from typing import TYPE_CHECKING
 
 from rmd_plugin.lazy import lazy_names
 
-# public name -> module that defines it
-_EXPORTS = {
-    "CIFAR100vsCIFAR10": "cifar",
-    "CIFAR10vsCIFAR100": "cifar",
-    "CLINC150": "clinc",
-    "ChecksumError": "errors",
-    "DataFormatError": "errors",
-    "DataNotFoundError": "errors",
-    "Digits": "digits",
-    "DownloadError": "errors",
-    "Embeddings": "embeddings",
-    "Features": "features",
-    "Framework": "framework",
-    "Genomics": "genomics",
-    "HFDataset": "hf_dataset",
-    "ImageFolder": "image_folder",
-    "ImageRows": "sources",
-    "Intents": "intents",
-    "OODBenchmark": "base",
-    "OODSet": "splits",
-    "Parts": "splits",
-    "Simulation": "simulation",
-    "Split": "splits",
-    "TensorRows": "sources",
-    "TextFile": "text_file",
-    "Texts": "sources",
-    "as_benchmark": "base",
+# module -> public names that it defines
+_MODULES = {
+    "base": "ImageRows OODBenchmark OODSet Parts Split TensorRows Texts",
+    "dataset_files": "ChecksumError DataFormatError DataNotFoundError DownloadError check_data",
+    "framework": "Framework as_benchmark",
+    "genomics": "Genomics",
+    "hf": "HFDataset",
+    "own": "Embeddings Features ImageFolder TextFile",
+    "public": "CIFAR100vsCIFAR10 CIFAR10vsCIFAR100 CLINC150 Digits Intents Simulation",
 }
+_EXPORTS = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [*_EXPORTS]
 
 if TYPE_CHECKING:
-    from .base import OODBenchmark, as_benchmark
-    from .cifar import CIFAR10vsCIFAR100, CIFAR100vsCIFAR10
-    from .clinc import CLINC150
-    from .digits import Digits
-    from .embeddings import Embeddings
-    from .errors import ChecksumError, DataFormatError, DataNotFoundError, DownloadError
-    from .features import Features
-    from .framework import Framework
+    from .base import ImageRows, OODBenchmark, OODSet, Parts, Split, TensorRows, Texts
+    from .dataset_files import ChecksumError, DataFormatError, DataNotFoundError, DownloadError, check_data
+    from .framework import Framework, as_benchmark
     from .genomics import Genomics
-    from .hf_dataset import HFDataset
-    from .image_folder import ImageFolder
-    from .intents import Intents
-    from .simulation import Simulation
-    from .sources import ImageRows, TensorRows, Texts
-    from .splits import OODSet, Parts, Split
-    from .text_file import TextFile
+    from .hf import HFDataset
+    from .own import Embeddings, Features, ImageFolder, TextFile
+    from .public import CLINC150, CIFAR10vsCIFAR100, CIFAR100vsCIFAR10, Digits, Intents, Simulation
 
 __getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

@@ -1,21 +1,310 @@
-"""What every benchmark shares: ID and OOD splits, limits, the framework's contract, a fingerprint of the data."""
+"""What every benchmark shares: sources of raw items, splits, limits, the framework's contract, a fingerprint."""
 
 import hashlib
-from abc import abstractmethod
-from collections.abc import Callable
+import io
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
+import torch
+from PIL import Image
 from pytorch_ood.benchmark import Benchmark
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset
+from torchvision.transforms import functional as vision
 
-from .sources import DatasetItems, Source
-from .splits import FINGERPRINT_VERSION, Distance, OODSet, Parts, Split, Transform, stream
+from rmd_plugin.files import read_picture
 
 OOD_LABEL = -1
+Transform = Callable[..., object]
+#: of an OOD set from the training data, empty where nobody says; ``shift`` is no OOD: known classes seen differently
+Distance = Literal["near", "far", "shift", ""]
+
+_FINGERPRINT_VERSION = "rmd-benchmark-1"
+_HASH_ROWS = 4096
+Items = TypeVar("Items")
+
+
+# -- sources of raw items ---------------------------------------------------------------------------------------------
+
+
+class Source(ABC, Generic[Items]):
+    """Indexable raw items that can feed their content to a hash."""
+
+    #: tensors of this source have passed a transform already, so no other one is put in front of them
+    transformed: ClassVar[bool] = False
+
+    def __init__(self, items: Items) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)  # type: ignore[arg-type]
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> object: ...
+
+    @abstractmethod
+    def chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        """The content of the items at ``indices``, shape (N,): the same whatever the files are that hold them."""
+
+
+class ArrayRows(Source[np.ndarray]):
+    """Rows of one array, shape (N, ...)."""
+
+    kind: ClassVar[str]
+
+    def chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        """Type and shape of a row, then the rows."""
+        yield f"{self.kind} {self.items.dtype.str} {self.items.shape[1:]} {len(indices)}\n".encode()
+        for start in range(0, len(indices), _HASH_ROWS):
+            yield self.items[indices[start : start + _HASH_ROWS]].tobytes()
+
+
+class ImageRows(ArrayRows):
+    """Images as PIL pictures, from a uint8 array of shape (N, H, W, 3).
+
+    Example:
+        >>> import numpy as np
+        >>> ImageRows(np.zeros((5, 32, 32, 3), np.uint8))[0].size
+        (32, 32)
+    """
+
+    kind = "image"
+
+    def __getitem__(self, index: int) -> Image.Image:
+        return Image.fromarray(self.items[index])
+
+
+class TensorRows(ArrayRows):
+    """Float tensors, from an array of shape (N, ...); converted to ``dtype`` on access.
+
+    Example:
+        >>> import numpy as np
+        >>> TensorRows(np.eye(3, dtype=np.float32))[1]
+        tensor([0., 1., 0.])
+    """
+
+    kind = "tensor"
+
+    def __init__(self, rows: np.ndarray, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(rows)
+        self.dtype = dtype
+
+    def __getitem__(self, index: int) -> Tensor:
+        # a copy: rows may be a read-only memory map
+        return torch.from_numpy(np.array(self.items[index])).to(self.dtype)
+
+    def chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        """The type of the items, then the rows."""
+        yield f"{self.dtype} ".encode()
+        yield from super().chunks(indices)
+
+
+class Texts(Source[Sequence[str]]):
+    """Strings.
+
+    Example:
+        >>> Texts(["no light", "page is slow"])[1]
+        'page is slow'
+    """
+
+    def __getitem__(self, index: int) -> str:
+        return self.items[index]
+
+    def chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        """The texts in UTF-8, each behind its length."""
+        yield f"text {len(indices)}\n".encode()
+        for index in indices:
+            content = self.items[index].encode()
+            yield f"{len(content)}\n".encode() + content
+
+
+class ImageFiles(Source[Any]):
+    """Pictures in files, read as :func:`rmd_plugin.files.read_picture` does.
+
+    Args:
+        paths: the files.
+        size: scale and centre-crop to squares of so many pixels; None leaves every picture as it is.
+    """
+
+    def __init__(self, paths: Any, size: int | None = None) -> None:
+        super().__init__(paths)
+        self.size = size
+
+    def name(self, index: int) -> str:
+        """What errors call a picture."""
+        return str(self.items[index])
+
+    def content(self, index: int) -> bytes:
+        """The file of a picture."""
+        return Path(self.items[index]).read_bytes()
+
+    def __getitem__(self, index: int) -> Image.Image:
+        return square(read_picture(io.BytesIO(self.content(index)), self.name(index)), self.size)
+
+    def chunks(self, indices: np.ndarray) -> Iterator[bytes]:
+        """The files, each behind its length."""
+        yield f"files {self.size} {len(indices)}\n".encode()
+        for index in indices:
+            content = self.content(int(index))
+            yield f"{len(content)}\n".encode() + content
+
+
+def square(image: Image.Image, size: int | None) -> Image.Image:
+    """A picture scaled and cropped to a square of so many pixels; None leaves it as it is."""
+    return image if size is None else vision.center_crop(vision.resize(image, size), size)
+
+
+# -- splits -----------------------------------------------------------------------------------------------------------
+
+
+class Split(Dataset[tuple[object, int]]):
+    """Labelled raw items behind a transform.
+
+    Args:
+        source: store of raw items.
+        labels: label of each item of this split, shape (N,); negative for OOD.
+        indices: which items of the source belong to this split, shape (N,); None means all.
+        transform: applied to the raw item; None leaves it as it is.
+
+    Example:
+        >>> import numpy as np
+        >>> from rmd_plugin.benchmarks import Split, Texts
+        >>> split = Split(Texts(["a", "b", "c", "d"]), np.array([0, 1, 0, 1]), transform=str.upper)
+        >>> split[1]
+        ('B', 1)
+        >>> [len(part) for part in split.stratified([0.5], np.random.default_rng(0))]
+        [2, 2]
+    """
+
+    def __init__(
+        self,
+        source: Source[Any],
+        labels: np.ndarray | Tensor,
+        indices: np.ndarray | None = None,
+        transform: Transform | None = None,
+    ) -> None:
+        self.source = source
+        self.indices = np.arange(len(source)) if indices is None else indices
+        if len(labels) != len(self.indices):
+            raise ValueError(f"{len(labels)} labels for {len(self.indices)} items")
+        plain = labels.numpy() if isinstance(labels, Tensor) else labels
+        self.labels: Tensor = torch.from_numpy(np.array(plain, dtype=np.int64))
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[object, int]:
+        item, label = self.raw(index), int(self.labels[index])
+        if self.transform is None or (self.source.transformed and isinstance(item, Tensor)):
+            return item, label
+        return self.transform(item), label
+
+    def raw(self, index: int) -> object:
+        """Item as the source holds it, before the transform."""
+        return self.source[int(self.indices[index])]
+
+    def with_transform(self, transform: Transform | None) -> "Split":
+        """The same items and labels behind another transform."""
+        return Split(self.source, self.labels, self.indices, transform)
+
+    def subset(self, chosen: np.ndarray) -> "Split":
+        """The samples at positions ``chosen``, shape (M,)."""
+        return Split(self.source, self.labels[chosen], self.indices[chosen], self.transform)
+
+    def stratified(self, fractions: Sequence[float], rng: np.random.Generator) -> list["Split"]:
+        """Disjoint parts, each with the classes in the proportions of the whole.
+
+        Args:
+            fractions: share of each part but the last, which takes the rest; their sum is below 1.
+            rng: source of randomness.
+        """
+        if any(not 0 <= fraction < 1 for fraction in fractions) or sum(fractions) >= 1:
+            raise ValueError(f"fractions must be in [0, 1) with a sum below 1, got {list(fractions)}")
+        labels = self.labels.numpy()
+        parts: list[list[np.ndarray]] = [[np.empty(0, dtype=np.intp)] for _ in range(len(fractions) + 1)]
+        for label in np.unique(labels):
+            members = rng.permutation(np.flatnonzero(labels == label))
+            cuts = np.rint(np.cumsum(fractions) * len(members)).astype(int)
+            for part, piece in zip(parts, np.split(members, cuts), strict=True):
+                part.append(piece)
+        return [self.subset(np.sort(np.concatenate(part))) for part in parts]
+
+    def balanced(self, limit: int | None, rng: np.random.Generator) -> "Split":
+        """At most ``limit`` samples (None: all), classes as even as the data allows: sizes differ by one at most."""
+        if limit is None or limit >= len(self):
+            return self
+        order = rng.permutation(len(self))
+        _, shuffled = np.unique(self.labels.numpy()[order], return_inverse=True)
+        by_class = np.argsort(shuffled, kind="stable")
+        counts = np.bincount(shuffled)
+        # rank of each sample within its class: keep all of rank 0, then rank 1, ... until the limit
+        rank = np.empty(len(self), dtype=np.intp)
+        rank[by_class] = np.concatenate([np.arange(count) for count in counts])
+        turn = rng.permutation(len(counts))[shuffled]
+        return self.subset(np.sort(order[np.lexsort((turn, rank))[:limit]]))
+
+    def digest(self) -> str:
+        """Hexadecimal hash of the raw items and the labels, in order. The transform does not count."""
+        content = hashlib.sha256(_FINGERPRINT_VERSION.encode())
+        for chunk in self.source.chunks(self.indices):
+            content.update(chunk)
+        content.update(self.labels.numpy().astype("<i8").tobytes())
+        return content.hexdigest()
+
+
+@dataclass
+class OODSet:
+    """An OOD test set. Labels of its split only serve to draw a balanced subset; the benchmark labels it ``-1``.
+
+    With the distance ``shift`` it is a set of ID samples under a covariate shift, whose labels are kept.
+
+    Example:
+        >>> import numpy as np
+        >>> from rmd_plugin.benchmarks import OODSet, Split, Texts
+        >>> OODSet("jokes", "near", Split(Texts(["a joke"]), np.zeros(1)))
+        OODSet(name='jokes', distance='near')
+    """
+
+    name: str  #: as it stands in results
+    distance: Distance  #: how far it is from the training data; empty where nobody says
+    split: Split = field(repr=False)
+
+
+@dataclass
+class Parts:
+    """What a benchmark loads, before limits are applied: ID samples for training and testing, and OOD test sets.
+
+    Example:
+        >>> import numpy as np
+        >>> from rmd_plugin.benchmarks import OODSet, Parts, Split, TensorRows
+        >>> part = lambda count: Split(TensorRows(np.zeros((count, 4), np.float32)), np.arange(count) % 2)
+        >>> parts = Parts(["even", "odd"], part(80), part(20), [OODSet("other", "near", part(10))])
+        >>> len(parts.train), parts.oods
+        (80, [OODSet(name='other', distance='near')])
+    """
+
+    class_names: Sequence[str] | None  #: in the order of the labels; None where the classes have no names
+    train: Split
+    test: Split
+    oods: Sequence[OODSet]  #: near ones first; ID sets under a covariate shift among them
+    val: Split | None = None  #: ID validation samples, if the data has any
+    val_fraction: float = 0.0  #: share of ``train`` to hold out where ``val`` is None
+
+
+def stream(seed: int, *purpose: str) -> np.random.Generator:
+    """Random generator of its own for the draw that the words name, so that one draw never shifts another."""
+    if seed < 0:
+        raise ValueError(f"seed must be >= 0, got {seed}")
+    return np.random.default_rng([seed, *(zlib.crc32(word.encode()) for word in purpose)])
+
+
+# -- benchmarks -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -89,19 +378,16 @@ class OODBenchmark(Benchmark):
         names = [ood.name for ood in parts.oods]
         if len(set(names)) < len(names):
             raise self._error(f"two OOD sets have the same name: {sorted(names)}")
-        oods = [ood for ood in parts.oods if ood.distance != "shift"]
-        self.ood_names = [ood.name for ood in oods]
-        self.distance = {ood.name: ood.distance for ood in oods}
-        self.shifts = {
-            ood.name: self._limited(ood.split, self.limit_test, ood.name)
-            for ood in parts.oods
-            if ood.distance == "shift"
-        }
-        self.test_oods = []
-        for ood in oods:
-            chosen = self._limited(ood.split, self.limit_test, ood.name)
-            labels = np.full(len(chosen), OOD_LABEL)
-            self.test_oods.append(Split(chosen.source, labels, chosen.indices, self.test_transform))
+        self.distance, self.test_oods, self.shifts = {}, [], {}
+        for ood in parts.oods:
+            split = self._limited(ood.split, self.limit_test, ood.name)
+            if ood.distance == "shift":
+                self.shifts[ood.name] = split
+            else:
+                self.distance[ood.name] = ood.distance
+                split.labels.fill_(OOD_LABEL)
+                self.test_oods.append(split)
+        self.ood_names = list(self.distance)
 
     @abstractmethod
     def load(self) -> Parts:
@@ -115,23 +401,19 @@ class OODBenchmark(Benchmark):
         return ValueError(f"{self.name}: {reason}")
 
     def _check_labels(self, train: Split, val: Split, test: Split) -> None:
-        last = self.num_classes - 1
-        found = np.unique(train.labels)
-        # the first gaps lie among the first numbers, and labels may be large
-        missing = np.setdiff1d(np.arange(min(self.num_classes, len(found) + 10)), found)[:10].tolist()
-        extra = found[(found < 0) | (found > last)][:10].tolist()
-        if missing or extra:
+        expected = np.arange(self.num_classes)
+        missing, unknown = np.setdiff1d(expected, train.labels), np.setdiff1d(train.labels, expected)
+        if len(missing) or len(unknown):
             raise self._error(
-                f"training labels must cover 0..{last}; missing are {missing}, unexpected are {extra}. Renumber them."
+                f"training labels must cover 0..{self.num_classes - 1}; missing are {missing[:10].tolist()}, "
+                f"unexpected are {unknown[:10].tolist()}. Renumber them."
             )
-        for part, labels in (("validation", val.labels), ("test", test.labels)):
-            if len(labels) and not 0 <= labels.min() <= labels.max() <= last:
-                got = f"{labels.min()}..{labels.max()}"
-                raise self._error(f"the {part} labels must lie in 0..{last} as in training, got {got}")
+        for name, labels in (("validation", val.labels), ("test", test.labels)):
+            if len(unknown := np.setdiff1d(labels, expected)):
+                raise self._error(f"the {name} labels {unknown[:10].tolist()} do not occur in training")
         if self.limit_train is not None and self.limit_train < self.num_classes:
             raise ValueError(
-                f"limit_train={self.limit_train} cannot cover the {self.num_classes} classes of {self.name}; "
-                f"use at least {self.num_classes}"
+                f"limit_train={self.limit_train} cannot cover the {self.num_classes} classes of {self.name}"
             )
 
     def _limited(self, split: Split, limit: int | None, purpose: str) -> Split:
@@ -148,10 +430,7 @@ class OODBenchmark(Benchmark):
     def val_set(self) -> Split:
         """Held-out ID samples behind ``test_transform``, none of them in :meth:`train_set`; ValueError without any."""
         if len(self._val) == 0:
-            raise ValueError(
-                f"{self.name} holds out no validation data; construct it with val_fraction > 0, and so large that a "
-                "class has a sample to spare"
-            )
+            raise self._error("holds out no validation data; set val_fraction > 0, and so that a class can spare one")
         return self._val
 
     def test_sets(self, known: bool = True, unknown: bool = True) -> list[Dataset]:
@@ -174,9 +453,9 @@ class OODBenchmark(Benchmark):
         raise ValueError("test_sets needs known=True or unknown=True, both are False")
 
     def _splits(self) -> dict[str, Split]:
-        found = {"train": self._train, "val": self._val, "test": self.test_in}
-        found |= {f"ood:{name}": split for name, split in zip(self.ood_names, self.test_oods, strict=True)}
-        return found | {f"shift:{name}": split for name, split in self.shifts.items()}
+        splits = {"train": self._train, "val": self._val, "test": self.test_in}
+        splits |= {f"ood:{name}": split for name, split in zip(self.ood_names, self.test_oods, strict=True)}
+        return splits | {f"shift:{name}": split for name, split in self.shifts.items()}
 
     def fingerprint(self, split: str | None = None) -> str:
         """Hash of the data itself, for cache keys: raw items and labels, after splits and limits.
@@ -194,162 +473,8 @@ class OODBenchmark(Benchmark):
             others = [*self.ood_names, *self.shifts]
             raise ValueError(f"{self.name} has no split {split!r}; it has train, val, test, {others}")
         parts = [f"{key} {part.digest()}" for key, part in splits.items()]
-        return hashlib.sha256("\n".join([FINGERPRINT_VERSION, self.name, *parts]).encode()).hexdigest()
+        return hashlib.sha256("\n".join([_FINGERPRINT_VERSION, self.name, *parts]).encode()).hexdigest()
 
     def __repr__(self) -> str:
         sizes = [f"{name.partition(':')[2] or name}={len(split)}" for name, split in self._splits().items()]
         return f"{type(self).__name__}({', '.join(sizes)})"
-
-
-def as_benchmark(benchmark: Benchmark, *, seed: int = 0, val_fraction: float = 0.1) -> OODBenchmark:
-    """Any benchmark of the framework, with the interface of :class:`OODBenchmark`.
-
-    These are the two ways to bring data of one's own: a subclass of :class:`OODBenchmark` (below), which has
-    everything, or any ``pytorch_ood.benchmark.Benchmark``, which is wrapped. Of the latter, ``val_set()``,
-    ``class_names`` and ``distance`` (OOD set -> ``near``, ``far`` or ``shift``) are used where they exist, and what the
-    framework's own benchmarks say of near, far and covariate-shifted sets. Without a ``val_set`` a part of the training
-    set is held out, stratified by class. A backbone's transform is put in front of items that are no tensors, such as
-    PIL images; tensors come from a transform of the data set's own and stay as they are.
-
-    Args:
-        benchmark: the benchmark; an :class:`OODBenchmark` is returned as it is.
-        seed: seed of the held-out part.
-        val_fraction: share of the training set to hold out.
-
-    Raises:
-        TypeError: it is no benchmark.
-        ValueError: the training labels are not ``0..K-1``, or the OOD sets do not match ``ood_names``.
-
-    Example:
-        >>> import numpy as np
-        >>> from rmd_plugin.benchmarks import OODBenchmark, OODSet, Parts, Split, TensorRows
-        >>> class Shifted(OODBenchmark):
-        ...     name = "shifted"
-        ...
-        ...     def load(self) -> Parts:
-        ...         draw = lambda n, mean: np.random.default_rng(self.seed).normal(mean, size=(n, 4))
-        ...         train, test = (Split(TensorRows(draw(n, 0)), np.arange(n) % 2) for n in (80, 20))
-        ...         ood = Split(TensorRows(draw(20, 5)), np.zeros(20))
-        ...         return Parts(["even", "odd"], train, test, [OODSet("moved", "far", ood)], val_fraction=0.1)
-        >>> benchmark = Shifted(seed=1)
-        >>> benchmark
-        Shifted(train=72, val=8, test=20, moved=20)
-        >>> as_benchmark(benchmark) is benchmark
-        True
-    """
-    if isinstance(benchmark, OODBenchmark):
-        return benchmark
-    missing = [name for name in ("train_set", "test_sets", "ood_names") if not hasattr(benchmark, name)]
-    if missing:
-        raise TypeError(
-            f"a {type(benchmark).__name__} is no benchmark, it lacks {', '.join(missing)}. Subclass "
-            "rmd_plugin.benchmarks.OODBenchmark or pytorch_ood.benchmark.Benchmark."
-        )
-    return _Wrapped(benchmark=benchmark, seed=seed, val_fraction=val_fraction)
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class _Wrapped(OODBenchmark):
-    """A benchmark of the framework behind the interface of ours."""
-
-    benchmark: Benchmark
-    val_fraction: float = 0.1
-
-    def load(self) -> Parts:
-        self.name = str(getattr(self.benchmark, "name", type(self.benchmark).__name__))  # type: ignore[misc]
-        return framework_parts(self.benchmark, val_fraction=self.val_fraction)
-
-
-def framework_parts(
-    benchmark: Benchmark,
-    *,
-    val_fraction: float,
-    source: Callable[[Dataset[Any]], Source[Any]] = DatasetItems,
-) -> Parts:
-    """The sets of a benchmark of the framework.
-
-    Args:
-        benchmark: the benchmark.
-        val_fraction: share of the training set to hold out where the benchmark has no ID validation data.
-        source: how raw items are taken from its data sets.
-    """
-    kind = type(benchmark).__name__
-    data: Any = benchmark  # the framework declares neither ood_names nor what we may find besides
-    (test,) = data.test_sets(known=True, unknown=False)
-    oods = data.test_sets(known=False, unknown=True)
-    if len(data.ood_names) != len(oods):
-        raise ValueError(f"{kind} has {len(oods)} OOD sets but {len(data.ood_names)} ood_names: {data.ood_names}")
-    tags = _distances(data)
-    train = _labelled(data.train_set(), source)
-    classes = getattr(data, "class_names", getattr(data.train_set(), "classes", None))
-    if classes is not None and len(classes) != int(train.labels.max()) + 1:
-        classes = None
-    # of OpenOOD's, whose validation_set() has OOD samples too
-    val = data.val_set() if hasattr(data, "val_set") else getattr(data, "val_in", None)
-    return Parts(
-        class_names=classes,
-        train=train,
-        test=_labelled(test, source),
-        val=None if val is None else _labelled(val, source),
-        # OOD sets need no labels of their own, which saves a pass over them
-        oods=[
-            OODSet(name, tags.get(name, ""), Split(source(ood), _shift_labels(ood, tags.get(name, ""))))
-            for name, ood in zip(data.ood_names, oods, strict=True)
-        ],
-        val_fraction=val_fraction,
-    )
-
-
-def _distances(benchmark: Any) -> dict[str, Distance]:
-    """What a benchmark says about its sets; the framework's own say it in three ways."""
-    if hasattr(benchmark, "distance"):
-        return dict(benchmark.distance)
-    found: dict[str, Distance] = {}
-    if hasattr(benchmark, "_test_easy"):  # of the Semantic Shift Benchmark, Easy the least like the ID classes
-        found |= {"Hard": "near", "Easy": "far"}
-    kinds: tuple[tuple[Distance, str], ...] = (
-        ("near", "_near_ood"), ("far", "_far_ood"), ("near", "near_ood_names"), ("far", "far_ood_names"),
-        ("shift", "cs_id_names"),
-    )  # fmt: skip
-    return found | {name: distance for distance, attribute in kinds for name in getattr(benchmark, attribute, ())}
-
-
-def _shift_labels(dataset: Any, distance: Distance) -> np.ndarray | Tensor:
-    """Labels of an ID set under a covariate shift, which the framework's benchmarks hide behind -1; else zeros."""
-    if distance != "shift":
-        return np.zeros(len(dataset))
-    kept = getattr(dataset, "labels", None)
-    return _labelled(dataset).labels if kept is None else np.asarray(kept)
-
-
-def _labelled(dataset: Dataset[Any], source: Callable[[Dataset[Any]], Source[Any]] = DatasetItems) -> Split:
-    labels = _stored_labels(dataset)
-    if labels is None:
-        try:
-            labels = np.array([int(dataset[index][1]) for index in range(len(dataset))])  # type: ignore[arg-type]
-        except (TypeError, ValueError, LookupError) as error:
-            kind = type(dataset).__name__
-            raise ValueError(f"items of a {kind} must be (x, label) with a whole number as label: {error}") from error
-    return Split(source(dataset), labels)
-
-
-def _stored_labels(dataset: Any) -> np.ndarray | None:
-    """Labels that a data set keeps besides its items, which saves loading them all; None if there are none."""
-    if isinstance(dataset, Subset):
-        labels = _stored_labels(dataset.dataset)
-        return None if labels is None else labels[np.asarray(dataset.indices)]
-    if isinstance(dataset, ConcatDataset):
-        parts = [_stored_labels(part) for part in dataset.datasets]
-        return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
-    kept = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else getattr(dataset, "targets", None)
-    pairs = getattr(dataset, "data", None)
-    try:
-        if kept is None and isinstance(pairs, list):  # of files and labels, as the Semantic Shift Benchmark has them
-            kept = [label for _, label in pairs]
-        labels = np.asarray(getattr(dataset, "labels", None) if kept is None else kept)
-        # a target_transform, say, makes them differ from what the data set gives
-        some = {0, len(dataset) // 2, len(dataset) - 1}
-        same = labels.shape == (len(dataset),) and all(int(dataset[i][1]) == labels[i] for i in some)
-    except (TypeError, ValueError, LookupError):
-        return None
-    return labels.astype(np.int64) if same else None

@@ -1,32 +1,49 @@
 """Bacteria genomics: 250-base reads of 10 ID genera, reads of other genera as OOD."""
 
+import gzip
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd  # type: ignore[import-untyped]
 import torch
 from pytorch_ood.api import BenchmarkInfo, Paper, Task
 from torch import Tensor
-from tqdm import tqdm
 
-from .base import OODBenchmark
-from .errors import DataFormatError, DataNotFoundError
-from .readers.downloads import fetch, resolve_data_dir, unzip
-from .readers.fasta import BASES, OTHER, READ_LENGTH, encode_bases
-from .readers.genomes import GenomeFolder
-from .readers.text import read_json, read_table
-from .readers.tfrecord import read_examples
-from .sources import Reads
-from .splits import Distance, OODSet, Parts, Split, Transform
+from rmd_plugin.files import DataFormatError, require
 
+from .base import ArrayRows, Distance, OODBenchmark, OODSet, Parts, Split, Transform, stream
+from .dataset_files import DOWNLOAD, DataNotFoundError, fetch, naming, resolve_data_dir
+
+BASES = "ACGT"
+_OTHER = len(BASES)  # any letter that is not one of the four bases
+_READ_LENGTH = 250
 _FOLDERS = {"published": "genomics_ood", "genomes": "genomes"}
 _TRAIN, _VAL, _TEST = "before_2011_in_tr", "between_2011-2016_in_val", "after_2016_in_test"
 _OOD_VAL, _OOD_TEST = "between_2011-2016_ood_val", "after_2016_ood_test"
 _NUM_ID = 10
-_COLUMNS = ["seq", "label", "seq_info", "domain"]
 _URL = "https://storage.googleapis.com/tfds-data/downloads/genomics_ood/genomics_ood.zip"
 _SHA256 = "4260cfaf5c919b55bb6d0e78d1a498990b7b7331f7daa6ac7e0af9dfb415e004"
+# of the blocks that reads are cut from
+_BLOCK, _GAP = 20_000, 500
+_TEST_FRACTION = 0.2  # of the blocks, where a genus has one genome only
+_MAX_DRAWS = 50
+
+
+class Reads(ArrayRows):
+    """DNA reads as int64 tensors of base ids, from a uint8 array of shape (N, L)."""
+
+    kind = "read"
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(self.items[index].astype(np.int64))
 
 
 def one_hot(read: Tensor) -> Tensor:
@@ -40,14 +57,16 @@ class Genomics(OODBenchmark):
 
     Raw items are int64 tensors of shape (250,) of base ids: A, C, G, T = 0..3, anything else 4.
 
-    ``source="published"`` reads the benchmark's own files in ``genomics_ood``: for each split a folder of TFRecord
-    files (with ``label_dict.json``; needs the extra ``genomics``) or the text table ``SPLIT.txt``. With the complete
-    data, validation is 2011-2016 and the test is after 2016, in-distribution and OOD. With the published sample, which
-    ends in 2016, the 2011-2016 reads are the test and validation reads are held out from the training reads.
+    ``source="published"`` reads the benchmark's own files in ``genomics_ood``: ``label_dict.json`` and for each split
+    a folder of TFRecord files (needs the extra ``genomics``). With the complete data, validation is 2011-2016 and the
+    test is after 2016, in-distribution and OOD. With the published sample, which ends in 2016, the 2011-2016 reads are
+    the test and validation reads are held out from the training reads.
 
     ``source="genomes"`` cuts reads from a folder of FASTA genomes with ``classes.tsv`` (columns file, genus, role,
-    kingdom); how train and test are kept apart is told in :mod:`rmd_plugin.benchmarks.readers.genomes`. OOD genera of
-    a kingdom that occurs in-distribution are near-OOD, those of another kingdom far-OOD.
+    kingdom). Every genome is cut into blocks of 20,000 bases; a block belongs to one of train, val and test, and reads
+    keep 250 bases from its borders with others. Where a genus has several genomes, the last one is kept for testing.
+    No read of val or test occurs in the training reads, on either strand: repeats and shared genes would leak. OOD
+    genera of a kingdom that occurs in-distribution are near-OOD, those of another kingdom far-OOD.
 
     Args:
         source: ``published`` or ``genomes``.
@@ -114,130 +133,224 @@ class Genomics(OODBenchmark):
         return one_hot if self.encoding == "one_hot" else None
 
     def _load_published(self, folder: Path) -> Parts:
-        if not _present(folder, _TRAIN):
+        if not folder.is_dir():
             if not self.download:
                 raise DataNotFoundError(
-                    f"the Genomics OOD benchmark is not there: looked for {folder / _TRAIN}/*.tfrecord and "
-                    f"{folder / _TRAIN}.txt. Set download=True (benchmark.download=true on the command line) to "
-                    f"fetch {_URL}, or source='genomes' (benchmark.source=genomes) for a folder of FASTA genomes."
+                    f"the Genomics OOD benchmark is not there: looked for {folder}. Set {DOWNLOAD} to fetch {_URL}, or "
+                    "source='genomes' (benchmark.source=genomes) for a folder of FASTA genomes."
                 )
-            unzip(fetch(_URL, _SHA256, folder.parent / "genomics_ood.zip"), folder)
-        complete = _present(folder, _TEST) and _present(folder, _OOD_TEST)
-        wanted = [_VAL, _TEST, _OOD_TEST] if complete else [_VAL, _OOD_VAL]
-        absent = [split for split in wanted if not _present(folder, split)]
-        if absent:
-            raise DataNotFoundError(
-                f"the Genomics OOD benchmark is incomplete: {absent[0]} is missing in {folder}. "
-                "Expected are the training split and the 2011-2016 splits, or all splits up to after 2016."
-            )
-        labels = _read_labels(folder)
-        names = sorted((genus for genus, label in labels.items() if label < _NUM_ID), key=lambda genus: labels[genus])
-        splits = {split: self._read(folder, split, labels) for split in [_TRAIN, *wanted]}
-        ood = OODSet("ood_test" if complete else "ood_val", "near", splits[wanted[-1]])
+            archive = fetch(_URL, _SHA256, folder.parent / "genomics_ood.zip")
+            aside = tempfile.mkdtemp(dir=folder.parent)  # a kill leaves nothing that looks complete
+            shutil.unpack_archive(archive, aside)
+            os.replace(aside, folder)
+        with naming(folder / "label_dict.json"):
+            labels = json.loads((folder / "label_dict.json").read_text(encoding="utf-8"))
+            names = sorted((genus for genus, label in labels.items() if label < _NUM_ID), key=labels.__getitem__)
+        complete = (folder / _TEST).is_dir()
+        needed = [_TRAIN, _VAL, _TEST, _OOD_TEST] if complete else [_TRAIN, _VAL, _OOD_VAL]
+        splits = {split: _read_split(folder / split) for split in needed}
+        ood = OODSet("ood_test" if complete else "ood_val", "near", splits[needed[-1]])
         if complete:
             return Parts(names, splits[_TRAIN], splits[_TEST], [ood], val=splits[_VAL])
         return Parts(names, splits[_TRAIN], splits[_VAL], [ood], val_fraction=self.val_fraction)
 
-    def _read(self, folder: Path, split: str, labels: dict[str, int]) -> Split:
-        ood = split in (_OOD_VAL, _OOD_TEST)
-        table = folder / f"{split}.txt"
-        files = sorted((folder / split).glob("*.tfrecord*")) or [table]
-        parts = []
-        for file in tqdm(files, desc=split, unit="file", leave=False, disable=None):
-            if file == table:
-                reads, classes = read_table_reads(file, labels)
-            else:
-                reads, classes = read_tfrecord_reads(file)
-            wrong = np.flatnonzero((classes >= _NUM_ID) != ood)
-            if len(wrong):
-                kind = "an OOD" if ood else "an in-distribution"
-                raise DataFormatError(file, f"example {wrong[0]} has class {classes[wrong[0]]}, not {kind} one")
-            parts.append((reads, classes))
-        reads, classes = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        if len(reads) == 0:
-            raise DataFormatError(files[0], "holds no reads")
-        return Split(Reads(reads), classes)
-
     def _cut_genomes(self, folder: Path) -> Parts:
-        if not (folder / "classes.tsv").is_file():
-            raise DataNotFoundError(
-                f"no genomes: looked for {folder / 'classes.tsv'}. Put FASTA files (.fna, .fa, also .gz) in that "
-                "folder with a classes.tsv of the columns file, genus, role (id or ood), kingdom."
-            )
         counts = {"train": self.n_train, "val": self.n_val, "test": self.n_test}
-        if min(counts.values()) < 1:
-            raise ValueError(f"n_train, n_val and n_test must be at least 1, got {counts}")
-        genomes = GenomeFolder(folder, val_fraction=self.val_fraction, seed=self.seed)
-        cuts = {role: Split(Reads(cut.reads), cut.genera) for role, cut in genomes.cut_id(counts).items()}
-        kingdom = {genome.genus: genome.kingdom for genome in genomes.genomes}
-        id_kingdoms = {kingdom[genus] for genus in genomes.genera("id")}
+        if min(counts.values()) < 1 or not 0 < self.val_fraction < 1 - _TEST_FRACTION:
+            raise ValueError(
+                f"n_train, n_val and n_test must be at least 1 and val_fraction above 0 and below "
+                f"{1 - _TEST_FRACTION}, got {counts} and {self.val_fraction}"
+            )
+        genomes = _Genomes(folder, self.val_fraction, self.seed)
+        splits: dict[str, Split] = {}
+        seen: set[bytes] = set()
+        for role, count in counts.items():  # train first: val and test must avoid the training reads of every genus
+            splits[role] = genomes.cut(genomes.genera("id"), count, role, seen)
+            if role == "train":
+                reads: np.ndarray = splits[role].source.items
+                # A-T and C-G are codes that sum to 3
+                seen = {read.tobytes() for strand in (reads, 3 - reads[:, ::-1]) for read in strand}
+        kingdoms = dict(zip(genomes.classes["genus"], genomes.classes["kingdom"], strict=True))
+        near = {kingdoms[genus] for genus in genomes.genera("id")}
         oods = []
-        for group in sorted({kingdom[genus] for genus in genomes.genera("ood")}):
-            cut = genomes.cut_ood([genus for genus in genomes.genera("ood") if kingdom[genus] == group], self.n_test)
-            distance: Distance = "near" if group in id_kingdoms else "far"
-            oods.append(OODSet(f"ood_{group}", distance, Split(Reads(cut.reads), cut.genera)))
+        for group in sorted({kingdoms[genus] for genus in genomes.genera("ood")}):
+            genera = [genus for genus in genomes.genera("ood") if kingdoms[genus] == group]
+            distance: Distance = "near" if group in near else "far"
+            oods.append(OODSet(f"ood_{group}", distance, genomes.cut(genera, self.n_test, "ood", set())))
         oods.sort(key=lambda ood: ood.distance == "far")
-        return Parts(genomes.genera("id"), cuts["train"], cuts["test"], oods, val=cuts["val"])
+        return Parts(genomes.genera("id"), splits["train"], splits["test"], oods, val=splits["val"])
 
 
-def _present(folder: Path, split: str) -> bool:
-    return any((folder / split).glob("*.tfrecord*")) or (folder / f"{split}.txt").is_file()
+# -- the published files ----------------------------------------------------------------------------------------------
 
 
-def _read_labels(folder: Path) -> dict[str, int]:
-    """Genus -> label of ``label_dict.json``; without it, the genera of the table of training reads in sorted order."""
-    path = folder / "label_dict.json"
-    if path.is_file():
-        content = read_json(path, max_bytes=1 << 20)
-        if not isinstance(content, dict) or not all(type(label) is int and label >= 0 for label in content.values()):
-            raise DataFormatError(path, "must be an object of genus: label with labels >= 0")
-        if not set(range(_NUM_ID)) <= set(content.values()) or len(set(content.values())) < len(content):
-            raise DataFormatError(path, f"must give the labels 0..{_NUM_ID - 1} to one genus each")
-        return content
-    table = folder / f"{_TRAIN}.txt"
-    if not table.is_file():
-        raise DataNotFoundError(f"label_dict.json, which names the genera, is not there: looked for {path}.")
-    genera = sorted({cells[1].decode("utf-8", "replace") for _, cells in read_table(table, _COLUMNS)})
-    if len(genera) != _NUM_ID:
-        raise DataFormatError(table, f"has {len(genera)} genera, {_NUM_ID} are expected")
-    return {genus: label for label, genus in enumerate(genera)}
+def _read_split(folder: Path) -> Split:
+    """The reads of a folder of TFRecord files."""
+    files = sorted(folder.glob("*.tfrecord*"))
+    if not files:
+        raise DataNotFoundError(f"the Genomics OOD benchmark is incomplete: there is no TFRecord file in {folder}.")
+    parts = [read_tfrecord(file) for file in files]
+    reads, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    if len(reads) == 0 or ((labels >= _NUM_ID) != ("_ood_" in folder.name)).any():
+        raise DataFormatError(folder, f"has no reads, or classes of another split: {np.unique(labels)}")
+    return Split(Reads(reads), labels)
 
 
-def read_tfrecord_reads(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def read_tfrecord(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Reads (N, L), uint8, and labels (N,) of a TFRecord file: feature ``x`` is digits and blanks, ``y`` a label."""
-    width = 2 * READ_LENGTH - 1
-    texts: list[bytes] = []
-    labels: list[int] = []
-    offsets: list[int] = []
-    for offset, (x, y) in read_examples(path, ["x", "y"]):
-        if len(x) != 1 or not isinstance(x[0], bytes) or len(x[0]) != width:
-            raise DataFormatError(path, f"feature 'x' must be one string of {width} bytes", offset)
-        if len(y) != 1 or not isinstance(y[0], int) or not 0 <= y[0] < 1 << 31:
-            raise DataFormatError(path, f"feature 'y' must be one label >= 0, got {y!r:.80}", offset)
-        texts.append(x[0])
-        labels.append(y[0])
-        offsets.append(offset)
-    grid = np.frombuffer(b"".join(texts), dtype=np.uint8).reshape(len(texts), width)
-    # unsigned: whatever is below '0' wraps around to a large number
-    reads = grid[:, ::2] - np.uint8(ord("0"))
-    bad = np.flatnonzero((reads > OTHER).any(axis=1) | (grid[:, 1::2] != ord(" ")).any(axis=1))
-    if len(bad):
-        raise DataFormatError(path, f"feature 'x' must be digits 0..{OTHER} separated by blanks", offsets[bad[0]])
-    return reads, np.array(labels, dtype=np.int64)
+    with naming(path):
+        examples = [_parse_example(record) for record in _read_records(path)]
+        grid = np.frombuffer(b"".join(example[b"x"] for example in examples), dtype=np.uint8)
+        reads = grid.reshape(len(examples), 2 * _READ_LENGTH - 1)[:, ::2] - np.uint8(ord("0"))
+        if (reads > _OTHER).any():  # whatever is below '0' wraps around to a large number
+            raise ValueError(f"feature 'x' must be digits 0..{_OTHER} separated by blanks")
+        return reads, np.array([example[b"y"] for example in examples], dtype=np.int64)
 
 
-def read_table_reads(path: Path, labels: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Reads (N, L), uint8, and labels (N,) of a text table; a genus without a label is OOD and gets one after those."""
-    rows = list(read_table(path, _COLUMNS))
-    for offset, cells in rows:
-        if len(cells[0]) != READ_LENGTH:
-            raise DataFormatError(path, f"a read of {len(cells[0])} letters, {READ_LENGTH} are expected", offset)
-    reads = encode_bases(b"".join(cells[0] for _, cells in rows)).reshape(len(rows), READ_LENGTH)
-    bad = np.flatnonzero((reads > OTHER).any(axis=1))
-    if len(bad):
-        raise DataFormatError(path, "a read with letters that are no bases", rows[bad[0]][0])
-    genera = [cells[1].decode("utf-8", "replace") for _, cells in rows]
-    first_free = max([_NUM_ID, *(label + 1 for label in labels.values())])
-    extra = sorted(set(genera) - set(labels))
-    label_of = {**labels, **{genus: first_free + number for number, genus in enumerate(extra)}}
-    return reads, np.array([label_of[genus] for genus in genera], dtype=np.int64)
+def _read_records(path: Path) -> Iterator[bytes]:
+    """Records of an uncompressed TFRecord file; both checksums of every record are verified.
+
+    A record is ``uint64 length | uint32 crc(length) | data | uint32 crc(data)``, little-endian, with masked CRC-32C.
+    """
+    crc32c = require("google_crc32c", "genomics", needed_by="reading TFRecord files").value
+
+    def check(content: bytes, expected: bytes) -> bytes:
+        crc = crc32c(content)
+        if struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF) != expected:
+            raise ValueError("the checksum of a record is wrong: damaged data")
+        return content
+
+    with open(path, "rb") as file:
+        while length := file.read(8):
+            (size,) = struct.unpack("<Q", check(length, file.read(4)))
+            yield check(file.read(size), file.read(4))
+
+
+def _parse_example(data: bytes) -> dict[bytes, Any]:
+    """The first value of each feature of a serialised ``tf.train.Example``, texts and whole numbers.
+
+    In the wire format of protobuf an Example is field 1, a list of entries (1: name, 2: value); a value is a list of
+    bytes (field 1) or of whole numbers (field 3, packed), each again as field 1.
+    """
+    values: dict[bytes, Any] = {}
+    for _, features in _fields(data):
+        for _, entry in _fields(features):
+            parts = dict(_fields(entry))
+            ((kind, items),) = _fields(parts[2])
+            ((_, value),) = _fields(items)
+            values[parts[1]] = value if kind == 1 else _varint(value, 0)[0]
+    return values
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Numbers and contents of the fields of a message, all of which have a length."""
+    offset = 0
+    while offset < len(data):
+        tag, offset = _varint(data, offset)
+        if tag & 7 == 0:  # a whole number that is not packed
+            start = offset
+            _, offset = _varint(data, offset)
+        else:
+            length, start = _varint(data, offset)
+            offset = start + length
+        yield tag >> 3, data[start:offset]
+
+
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
+    """A whole number of seven bits a byte, and where the next field begins."""
+    value = shift = 0
+    while True:
+        byte, offset = data[offset], offset + 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, offset
+        shift += 7
+
+
+# -- reads cut from genomes -------------------------------------------------------------------------------------------
+
+#: codes of a sequence, and the first and last base plus one between which reads may lie
+_Region = tuple[np.ndarray, int, int]
+
+
+class _Genomes:
+    """A folder of FASTA genomes with ``classes.tsv`` (columns file, genus, role, kingdom), from which reads are cut."""
+
+    def __init__(self, folder: Path, val_fraction: float, seed: int) -> None:
+        self.folder, self.val_fraction, self.seed = folder, val_fraction, seed
+        with naming(folder / "classes.tsv"):
+            classes = pd.read_csv(folder / "classes.tsv", sep="\t", dtype=str, keep_default_na=False)
+            self.classes = classes[["file", "genus", "role", "kingdom"]]
+        self.sequences = {name: read_fasta(folder / name) for name in self.classes["file"]}
+
+    def genera(self, role: str) -> list[str]:
+        """Sorted genera of a role, ``id`` or ``ood``."""
+        return sorted(set(self.classes["genus"][self.classes["role"] == role]))
+
+    def cut(self, genera: list[str], count: int, role: str, avoid: Set[bytes]) -> Split:
+        """So many distinct reads of each genus for train, val, test or ood, none of them in ``avoid``."""
+        reads = [read for genus in genera for read in self._cut(genus, count, role, avoid)]
+        codes = np.frombuffer(b"".join(reads), dtype=np.uint8).reshape(-1, _READ_LENGTH)
+        return Split(Reads(codes), np.repeat(np.arange(len(genera)), count))
+
+    def _regions(self, genus: str, role: str) -> list[_Region]:
+        """Where reads of a genus for a role may be cut."""
+        files = list(self.classes["file"][self.classes["genus"] == genus])
+        if role == "ood":
+            return [(codes, 0, len(codes)) for file in files for codes in self.sequences[file]]
+        test_files = files[-1:] if len(files) > 1 else []
+        regions = [region for file in test_files for region in self._blocks(file)] if role == "test" else []
+        shares = {"val": self.val_fraction} if test_files else {"val": self.val_fraction, "test": _TEST_FRACTION}
+        for file in files[: len(files) - len(test_files)]:
+            blocks = self._blocks(file)
+            order = stream(self.seed, "blocks", file).permutation(len(blocks))
+            ends = np.cumsum([max(1, round(share * len(blocks))) for share in shares.values()])
+            chosen = dict(zip([*shares, "train"], np.split(order, ends), strict=True))
+            regions += [blocks[index] for index in np.sort(chosen.get(role, order[:0]))]
+        return regions
+
+    def _blocks(self, file: str) -> list[_Region]:
+        """Blocks of all sequences of a genome, trimmed by half the gap at borders shared with another block."""
+        regions = []
+        for codes in self.sequences[file]:
+            # nearly equal blocks instead of a short last one
+            count = max(1, round(len(codes) / _BLOCK))
+            edges = np.linspace(0, len(codes), count + 1).astype(int)
+            for number in range(count):
+                start = int(edges[number]) + (0 if number == 0 else _GAP - _GAP // 2)
+                stop = int(edges[number + 1]) - (0 if number == count - 1 else _GAP // 2)
+                regions.append((codes, start, stop))
+        return regions
+
+    def _cut(self, genus: str, count: int, role: str, avoid: Set[bytes]) -> list[bytes]:
+        rng = stream(self.seed, "reads", f"{genus} {role}")
+        regions = [region for region in self._regions(genus, role) if region[2] - region[1] >= _READ_LENGTH]
+        windows = np.array([stop - start - _READ_LENGTH + 1 for _, start, stop in regions], dtype=np.int64)
+        ends = np.cumsum(windows)
+        reads: dict[bytes, None] = {}  # in the order of their drawing
+        for _ in range(_MAX_DRAWS if regions else 0):
+            for position in rng.integers(int(ends[-1]), size=count - len(reads)).tolist():
+                number = int(np.searchsorted(ends, position, side="right"))
+                codes, start, _ = regions[number]
+                start += position - int(ends[number] - windows[number])
+                read = codes[start : start + _READ_LENGTH]
+                if int(read.max()) < _OTHER and read.tobytes() not in avoid:
+                    reads[read.tobytes()] = None
+            if len(reads) == count:
+                return list(reads)
+        raise DataFormatError(
+            self.folder, f"{genus}: only {len(reads)} of {count} distinct reads of A, C, G, T could be cut for {role}"
+        )
+
+
+def read_fasta(path: Path) -> list[np.ndarray]:
+    """Sequences of a FASTA file, plain or gzip: base ids of shape (L,), uint8, values 0..4."""
+    with naming(path):
+        content = path.read_bytes()
+        records = (gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content).split(b">")
+        if records[0].strip() or len(records) < 2:
+            raise ValueError("it is not FASTA, which begins with '>'")
+    codes = np.full(256, _OTHER, dtype=np.uint8)
+    codes[list(b"ACGTUacgtu")] = [0, 1, 2, 3, 3] * 2  # RNA spells thymine's place as uracil
+    letters = (b"".join(record.partition(b"\n")[2].split()) for record in records[1:])
+    return [codes[np.frombuffer(sequence, dtype=np.uint8)] for sequence in letters]

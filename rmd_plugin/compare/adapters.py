@@ -1,4 +1,4 @@
-"""The one table of what each pytorch-ood detector is fed: how it is fitted and scored.
+"""The one table of what each pytorch-ood detector is fed: how it is built, fitted and scored.
 
 ===============  =========================================================  ========================================
 fed with         fitted by                                                  scored by
@@ -9,33 +9,65 @@ feature maps     ``fit_feature_maps`` on features as 1 x 1 maps             ``pr
 logits           ``fit_logits``                                             ``predict_logits``
 head             ``fit`` on a loader of features, the head as the model     ``predict`` on features, with gradients
 inputs           ``fit`` on a loader of inputs, the network as the model    ``predict`` on inputs, with gradients
-layers           ``fit`` on a loader of inputs, the network layer by layer  ``predict`` on inputs
-pooled           ``fit_layers`` on pooled features of inner layers          ``predict_layers``
 ===============  =========================================================  ========================================
 
-:func:`rmd_plugin.compare.building.build` makes a detector from its class, :func:`adopt` takes one that somebody else
-has made. A new detector is a line in ``_FED``, if its base class does not say what it is fed.
+:func:`build` makes a detector from its class with what a network offers, :func:`adopt` takes one that somebody else
+has made. A new detector is a line in ``_FED``, if its base class does not say what it is fed. The framework names the
+parameters of its detectors by a convention (``encoder``, ``head``, ``model``, ``w``, ``b``), so the names tell what to
+give.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
 from enum import Enum
+from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_ood import detector as framework
-from pytorch_ood.api import Detector, FeatureMapsDetector, FeaturesDetector, LogitsDetector
+from pytorch_ood.api import Detector, FeatureMapsDetector, FeaturesDetector, GradientDetector, LogitsDetector
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rmd_plugin.detectors.base import StatefulDetector, raise_if_interrupted
-from rmd_plugin.detectors.calibrated import bare
-from rmd_plugin.detectors.multi_layer import MultiLayer
-from rmd_plugin.encoding.batches import Encoded
-from rmd_plugin.encoding.layer_encoder import LayerEncoder
+from rmd_plugin.detectors.conformal import bare
+from rmd_plugin.detectors.detectors import StatefulDetector, evaluating, raise_if_interrupted
+
+#: a detector class, or a partial of one with its options
+Factory = Callable[..., Detector]
+
+
+class EncodingError(ValueError):
+    """The settings do not fit the network or its batches: a wrong head, another kind of batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """What a batch became on its way through the network."""
+
+    features: Tensor  #: shape (B, D), at least float32
+    logits: Tensor | None = None  #: shape (B, C), at least float32; None where the network gave none
+    labels: Tensor | None = None  #: shape (B,); None for a batch without labels
+    inputs: Any = field(default=None, repr=False)  #: for detectors that work on inputs; None if not kept
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def select(self, keep: Tensor | slice) -> Encoded:
+        """The samples where ``keep``, a mask of shape (B,) or a slice, is true. Inputs are not kept with a part."""
+        if isinstance(keep, Tensor):
+            if bool(keep.all()):
+                return self
+            keep = keep.to(self.features.device)
+        logits = None if self.logits is None else self.logits[keep]
+        return Encoded(self.features[keep], logits, None if self.labels is None else self.labels[keep])
 
 
 class Representation(Enum):
@@ -47,24 +79,17 @@ class Representation(Enum):
     LOGITS = "logits"
     HEAD = "features, through the head with gradients"
     INPUTS = "inputs, through the whole network"
-    LAYERS = "inputs, through the network layer by layer"
-    POOLED = "pooled features of inner layers"
 
 
-_MOMENTS, _FEATURES, _MAPS, _LOGITS, _HEAD, _INPUTS, _LAYERS, _POOLED = Representation
+_MOMENTS, _FEATURES, _MAPS, _LOGITS, _HEAD, _INPUTS = Representation
+
+#: run on the network in parts that are called one after the other
+_ON_LAYERS = (framework.Gram, framework.MultiMahalanobis, framework.RankFeat)
 
 #: detector class -> what it is fed; the first line that fits counts
-_FED: Mapping[type, Representation] = {
-    framework.GradNorm: _HEAD,
-    framework.GradUncertainty: _HEAD,
-    framework.NACUE: _HEAD,
-    framework.ODIN: _INPUTS,
-    framework.MahalanobisODIN: _INPUTS,
-    framework.MCD: _INPUTS,
-    framework.Gram: _LAYERS,
-    framework.MultiMahalanobis: _LAYERS,
-    framework.RankFeat: _LAYERS,
-    MultiLayer: _POOLED,
+_FED: Mapping[type | tuple[type, ...], Representation] = {
+    (framework.GradNorm, framework.GradUncertainty, framework.NACUE): _HEAD,
+    (framework.ODIN, framework.MahalanobisODIN, framework.MCD, *_ON_LAYERS): _INPUTS,
     LogitsDetector: _LOGITS,
     FeaturesDetector: _FEATURES,
     FeatureMapsDetector: _MAPS,
@@ -79,12 +104,10 @@ _METHODS: Mapping[Representation, tuple[str, str]] = {
     _LOGITS: ("fit_logits", "predict_logits"),
     _HEAD: ("fit", "predict"),
     _INPUTS: ("fit", "predict"),
-    _LAYERS: ("fit", "predict"),
-    _POOLED: ("fit_layers", "predict_layers"),
 }
 
-#: what runs the network itself, so it is fed inputs
-ON_INPUTS = (_INPUTS, _LAYERS)
+#: fitted on held-out data, as the framework's own benchmark script does
+_CALIBRATED = (framework.TemperatureScaling, framework.KLMatching)
 
 #: features per batch for detectors that are fitted on a loader of them
 _HEAD_BATCH = 256
@@ -98,24 +121,22 @@ class Adapter:
     fitted_on: Representation | None  #: None if it needs no fit
     scored_on: Representation
     fit_split: str = "train"  #: the split that it is fitted on, ``train`` or, for calibration, ``val``
-    layers: LayerEncoder | None = None  #: hears the layers of a detector that is fed pooled ones
 
     def fit(self, data: Any) -> None:
         """Fit the detector; Ctrl-C stays one, even if the detector takes it as a wish to end its fit early.
 
         Args:
-            data: for detectors on inputs a loader of pairs (x, y); for those on moments the moments, for those on
-                pooled layers layer -> moments; for these and all others the encoded training set, with labels.
+            data: for detectors on inputs a loader of pairs (x, y); for those on moments the moments; for these and all
+                others the encoded training set, with labels.
         """
         detector: Any = self.detector
         if self.fitted_on is None:
             return
         if not isinstance(data, Encoded):
-            whole = {_MOMENTS: "fit_moments", _POOLED: "fit_layer_moments"}
-            getattr(detector, whole.get(self.fitted_on, "fit"))(data)
+            (detector.fit_moments if self.fitted_on is _MOMENTS else detector.fit)(data)
         else:
-            values, labels = self.take(self.fitted_on, data), cast(Tensor, data.labels)
-            if not isinstance(bare(detector), StatefulDetector | MultiLayer):
+            values, labels = take(self.fitted_on, data), cast(Tensor, data.labels)
+            if not isinstance(bare(detector), StatefulDetector):
                 values, labels = values.cpu(), labels.cpu()  # the framework fits on the CPU, partly with numpy
             if self.fitted_on is _HEAD:
                 pairs = TensorDataset(values, labels)
@@ -126,17 +147,12 @@ class Adapter:
 
     def score(self, encoded: Encoded) -> Tensor:
         """OOD scores of an encoded batch, shape (B,); higher means more likely OOD."""
-        return self.score_values(self.take(self.scored_on, encoded))
-
-    def take(self, representation: Representation, encoded: Encoded) -> Any:
-        """What :func:`take` gives; of pooled layers those that the detector has, under their own names."""
-        values = take(representation, encoded)
-        return values if self.layers is None else {name: values[key] for name, key in self.layers.keys().items()}
+        return self.score_values(take(self.scored_on, encoded))
 
     def score_values(self, values: Any) -> Tensor:
         """OOD scores of what :func:`take` gives."""
         predict = getattr(self.detector, _METHODS[self.scored_on][1])
-        if self.scored_on not in (_HEAD, *ON_INPUTS):
+        if self.scored_on not in (_HEAD, _INPUTS):
             with torch.no_grad():
                 return predict(values)
         # such detectors may differentiate: copies made outside of inference mode can take part in autograd
@@ -149,12 +165,10 @@ def take(representation: Representation, encoded: Encoded) -> Any:
     """What a detector is fed, from an encoded batch."""
     if representation is _LOGITS:
         if encoded.logits is None:
-            raise ValueError("there are no logits: the head's output is not a tensor of shape (B, C).")
+            raise ValueError("there are no logits of shape (B, K), K >= 2, from the head.")
         return encoded.logits
-    if representation in ON_INPUTS:
+    if representation is _INPUTS:
         return encoded.inputs
-    if representation is _POOLED:
-        return encoded.layers
     if representation is _MAPS:
         return encoded.features.float()[:, :, None, None]  # as the framework documents it for pooled features
     return encoded.features.float() if representation is _HEAD else encoded.features
@@ -163,39 +177,11 @@ def take(representation: Representation, encoded: Encoded) -> Any:
 def adopt(detector: Detector) -> Adapter:
     """A detector that somebody else has made: what it is fed follows from what it offers.
 
-    One that is neither on features, of one layer or of several, nor on logits has a network of its own, so it gets
-    inputs.
+    One that is neither on features nor on logits has a network of its own, so it gets inputs.
     """
     fed = fed_with(type(bare(detector)))
-    scored_on = fed if fed in (_FEATURES, _LOGITS, _POOLED) else _INPUTS
+    scored_on = fed if fed in (_FEATURES, _LOGITS) else _INPUTS
     return Adapter(detector, fitted_on(detector, scored_on), scored_on)
-
-
-def hearing_layers(adapter: Adapter, module: nn.Module, *, fitting: bool) -> Adapter:
-    """The adapter of a detector on pooled layers, which are heard while a module is run; other adapters stay.
-
-    The layers are those of the module or, where the detector has a network, of that part of the module. With a network
-    that is no part of it the detector runs that, on inputs. Layers are looked up here, but for ``"auto"``.
-
-    Args:
-        adapter: any.
-        module: the module.
-        fitting: whether the detector is to be fitted; else the layers are those of its fit.
-
-    Raises:
-        EncodingError: if the module has no such layers.
-    """
-    detector = bare(adapter.detector)
-    if not isinstance(detector, MultiLayer):
-        return adapter
-    network = module if detector.encoder is None else detector.encoder
-    if all(part is not network for part in module.modules()):
-        return Adapter(adapter.detector, _INPUTS, _INPUTS)
-    names = detector.layers if fitting or not detector.fitted else list(detector.detectors)
-    layers = LayerEncoder(network, names, pooling=detector.pooling)
-    if names != "auto":
-        layers.find(None)
-    return Adapter(adapter.detector, _POOLED, _POOLED, layers=layers)
 
 
 def takes_head(detector: Detector) -> bool:
@@ -208,13 +194,396 @@ def has_head(detector: Detector) -> bool:
     return getattr(bare(detector), "head", None) is not None
 
 
+def give_head(detector: Detector, parts: NetworkParts) -> None:
+    """Give such a detector the head that there is."""
+    if parts.head is not None:
+        bare(detector).head = _head(parts).requires_grad_(False)  # type: ignore[attr-defined]
+
+
 def fed_with(kind: type[Detector]) -> Representation:
     """What detectors of a class are fed, as the table says."""
-    return next(fed for base, fed in _FED.items() if issubclass(kind, base))
+    return next(fed for bases, fed in _FED.items() if issubclass(kind, bases))
 
 
 def fitted_on(detector: Detector, otherwise: Representation) -> Representation | None:
     """What a detector is fitted on: moments if it can be, else ``otherwise``; None if it needs no fit."""
-    if hasattr(detector, "new_moments") and hasattr(detector, "fit_moments"):
+    if getattr(detector, "from_moments", False):
         return _MOMENTS
     return otherwise if detector.requires_fit else None
+
+
+# -- detectors from their classes -------------------------------------------------------------------------------------
+
+
+class NotSupported(Exception):
+    """A detector needs what there is not. The message says what."""
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkParts:
+    """What there is to build detectors from; None for what there is not."""
+
+    feature_dim: int | None = None  #: D
+    num_classes: int | None = None  #: K
+    encoder: nn.Module | None = None  #: maps inputs to features
+    head: nn.Linear | None = None  #: the classifier on the features
+    has_logits: bool = False  #: whether there are logits though no such classifier is at hand
+    model: nn.Module | None = None  #: maps inputs to logits; by default the encoder and the head
+    differentiable: bool = True  #: whether the inputs are real numbers, so that gradients reach them
+    sample: Any = field(default=None, repr=False)  #: a small batch of inputs, to see what the layers give
+    norm_std: list[float] | None = None  #: standard deviations that the inputs were normalised by, per channel
+    #: embeddings of the class names of shape (K, D), from a vision-language backbone
+    text_embeddings: Tensor | None = field(default=None, repr=False)
+    seed: int = 0  #: for detectors that have one
+    progress: bool = False  #: whether detectors that train show a bar
+
+
+def detector_class(factory: object) -> type[Detector] | None:
+    """The detector class that a factory is, or is a partial of; None if it is something else."""
+    kind = factory.func if isinstance(factory, functools.partial) else factory
+    return kind if isinstance(kind, type) and issubclass(kind, Detector) else None
+
+
+def build(factory: Factory, parts: NetworkParts) -> Adapter:
+    """Build a detector.
+
+    Args:
+        factory: a detector class, or a ``functools.partial`` of one with its options.
+        parts: what there is to build it from.
+
+    Raises:
+        NotSupported: if it needs something else.
+        TypeError: if the factory is something else.
+
+    Example:
+        >>> from rmd_plugin import RMD
+        >>> build(RMD, NetworkParts(feature_dim=8, num_classes=2)).scored_on
+        <Representation.FEATURES: 'features'>
+    """
+    kind = detector_class(factory)
+    if kind is None:
+        raise TypeError(f"expected a detector class, or a partial of one, got {factory}.")
+    options = factory.keywords if isinstance(factory, functools.partial) else {}
+    if getattr(factory, "args", ()):
+        raise TypeError(f"give the options of {kind.__name__} by name, got {factory}.")
+    fed = fed_with(kind)
+    if fed is _INPUTS and not parts.differentiable and issubclass(kind, GradientDetector):
+        raise NotSupported("needs gradients with respect to the inputs, which are no real numbers here")
+    detector = kind(**_arguments(kind, options, parts, fed))
+    if isinstance(detector, framework.MCD) and not _has_dropout(detector.model):
+        raise NotSupported("the network has no dropout")
+    # its encoder is the one that the features come from
+    on_features = fed is _INPUTS and hasattr(detector, "fit_features")
+    fitted = fitted_on(detector, _FEATURES if on_features else fed)
+    return Adapter(detector, fitted, fed, "val" if isinstance(detector, _CALIBRATED) else "train")
+
+
+def parameters_of(kind: type) -> dict[str, inspect.Parameter]:
+    """The parameters of a class by name, those that ``**options`` hands on to its base classes too."""
+    parameters: dict[str, inspect.Parameter] = {}
+    for base in kind.__mro__:
+        own = dict(inspect.signature(base).parameters) if "__init__" in vars(base) else {}
+        parameters = {name: item for name, item in own.items() if "VAR" not in item.kind.name} | parameters
+        if own and not any(item.kind is item.VAR_KEYWORD for item in own.values()):
+            break
+    return parameters
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    return any(getattr(module, "p", 0) > 0 for module in model.modules() if "Dropout" in type(module).__name__)
+
+
+def _arguments(
+    kind: type[Detector], options: Mapping[str, Any], parts: NetworkParts, fed: Representation
+) -> dict[str, Any]:
+    """Arguments of a detector: its options, and whatever else it asks for and there is.
+
+    Raises:
+        NotSupported: if it needs something else.
+    """
+    # null in a config: as the backbone has it
+    arguments = {name: value for name, value in options.items() if value is not None or name not in _PROVIDERS}
+    if issubclass(kind, framework.NACUE):
+        # as NAC wants it: on the penultimate layer, from features
+        watch = _Watch()
+        arguments.update(model=nn.Sequential(watch, _head(parts)).eval(), layers=[watch])
+    elif issubclass(kind, framework.GradNorm):
+        # as in its paper: the weight of the last layer, which is the model it gets
+        arguments.setdefault("param_filter", lambda name: name.endswith("weight"))
+    elif issubclass(kind, _ON_LAYERS):
+        arguments |= _layer_by_layer(kind, parts, arguments.pop("layers", None) or "auto")
+    elif fed is _LOGITS and not parts.has_logits:
+        _head(parts)
+    parameters = parameters_of(kind)
+    optional = {*_HYPERPARAMETERS}
+    if {"head", "w"} <= parameters.keys():  # two ways to give a head: one will do
+        optional |= {"head", "b"} if "w" in arguments else {"w", "b"}
+    for name, parameter in parameters.items():
+        if name in arguments:
+            continue
+        required = parameter.default is parameter.empty
+        if not required and name in optional:
+            continue
+        if name in _PROVIDERS:
+            try:
+                value = _PROVIDERS[name](parts, fed)
+            except NotSupported:
+                if required:
+                    raise
+                continue
+            if value is not None or required:
+                arguments[name] = value
+        elif required:
+            raise NotSupported(f"needs {name}, which no backbone gives: set it in the detector's config")
+    return arguments
+
+
+#: part -> why a detector that needs it is not supported without it
+_MISSING = {
+    "encoder": "needs the inputs and the network, only features are there",
+    "head": "needs a classifier, and there is no linear head: head=linear_probe fits one",
+    "feature_dim": "needs the number of features, which nobody tells here",
+    "num_classes": "needs the number of classes, which nobody tells here",
+    "text_embeddings": "needs text embeddings of the class names, from a vision-language backbone",
+    "class_weights": "needs class weights, which come from training with the VOS loss",
+}
+
+
+def _need(parts: NetworkParts, name: str) -> Any:
+    value = getattr(parts, name, None)
+    if value is None:
+        raise NotSupported(_MISSING[name])
+    return value
+
+
+def _head(parts: NetworkParts) -> nn.Linear:
+    # a copy: detectors move, and some change, what they are given
+    return deepcopy(_need(parts, "head"))
+
+
+def _head_on(parts: NetworkParts, fed: Representation) -> nn.Module:
+    return nn.Sequential(nn.Flatten(1), _head(parts)) if fed is _MAPS else _head(parts)
+
+
+def _bias(parts: NetworkParts, _fed: Representation) -> Tensor:
+    head = _head(parts)
+    return torch.zeros(head.out_features) if head.bias is None else head.bias.detach()
+
+
+def _model(parts: NetworkParts, fed: Representation) -> nn.Module | None:
+    if fed is _LOGITS:
+        return None  # logits are handed over as they are
+    if fed is _HEAD:
+        return _head(parts)
+    return nn.Sequential(_need(parts, "encoder"), _head(parts)).eval() if parts.model is None else parts.model
+
+
+#: parameter of a detector -> where its value comes from
+_PROVIDERS: Mapping[str, Callable[[NetworkParts, Representation], Any]] = {
+    "encoder": lambda parts, fed: _need(parts, "encoder") if fed is _INPUTS else None,
+    "backbone": lambda parts, _: None,
+    "model": _model,
+    "head": _head_on,
+    "w": lambda parts, _: _head(parts).weight.detach(),
+    "b": _bias,
+    # the framework's documentation has 64 for D = 128; a smaller D keeps the half
+    "d": lambda parts, _: max(1, min(64, _need(parts, "feature_dim") // 2)),
+    # as many directions as classes can differ in; the paper's best, found on test data, was 76 for 100 classes
+    "components": lambda parts, _: max(1, min(_need(parts, "num_classes") - 1, _need(parts, "feature_dim"))),
+    "num_classes": lambda parts, _: _need(parts, "num_classes"),
+    "norm_std": lambda parts, _: parts.norm_std,
+    "seed": lambda parts, _: parts.seed,
+    "progress": lambda parts, _: parts.progress,
+    "text_embeddings": lambda parts, _: _need(parts, "text_embeddings"),
+    "weights": lambda parts, _: _need(parts, "class_weights"),
+}
+
+#: what a detector knows better itself, if it has a default
+_HYPERPARAMETERS = ("d", "components")
+
+
+class _Watch(nn.Module):
+    """Passes features on as the start of a graph, so that gradients with respect to them exist."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z.detach().requires_grad_()
+
+
+# -- inner layers, for the framework's detectors on them --------------------------------------------------------------
+
+#: a module with a larger share of the parameters is the network itself, in a wrapper, rather than one of its stages
+_NEARLY_ALL = 0.95
+
+
+def _layer_by_layer(kind: type[Detector], parts: NetworkParts, names: str | Sequence[str]) -> dict[str, Any]:
+    """The network in the parts that a detector on inner layers calls one after the other."""
+    encoder = _need(parts, "encoder")
+    if parts.sample is None:
+        raise NotSupported("needs feature maps of inner layers, which nobody keeps here")
+    layers = find_layers(encoder, names, parts.sample)
+    if issubclass(kind, framework.MultiMahalanobis):  # has no use for a classifier
+        return {"model": LayerChain(encoder, layers).links}
+    network = cast(nn.Module, _model(parts, _INPUTS))
+    if issubclass(kind, framework.Gram):
+        chain = LayerChain(network, layers)
+        return {"head": chain.head, "feature_layers": chain.links}
+    last = list(layers)[-1]
+    chain = LayerChain(network, {last: layers[last]})  # as in RankFeat's paper: from the last of them
+    with evaluating(network):
+        maps = chain.links[0](parts.sample)
+    if maps[0, 0].numel() == 1:  # nothing would be left without the only component
+        raise NotSupported(f"needs feature maps, and {last} gives vectors")
+    return {"backbone": chain.links[0], "head": chain.head}
+
+
+def find_layers(encoder: nn.Module, names: str | Sequence[str], x: Tensor) -> dict[str, nn.Module]:
+    """Layers of an encoder by name, in order.
+
+    Args:
+        encoder: any network.
+        names: names; patterns, in which ``*`` stands for any text between two dots; or ``"auto"`` for the stages: the
+            siblings whose names differ in a number only (``layer1`` to ``layer4``) that hold most parameters. Where the
+            size of their maps changes, the last one of each size.
+        x: inputs for one pass, to see what the layers give.
+
+    Raises:
+        NotSupported: if there are no such layers.
+
+    Example:
+        >>> stage = lambda a, b: nn.Conv2d(a, b, 3, stride=2)
+        >>> network = nn.Sequential(stage(3, 8), stage(8, 16), nn.Flatten(), nn.LazyLinear(5))
+        >>> list(find_layers(network, "auto", torch.rand(1, 3, 16, 16)))
+        ['0', '1']
+    """
+    modules = {name: module for name, module in encoder.named_modules() if name}
+    if names != "auto":
+        patterns = [names] if isinstance(names, str) else names
+        chosen = [name for pattern in patterns for name in modules if _matches(name, pattern)]
+        if not chosen:
+            raise NotSupported(f"needs inner layers, and {type(encoder).__name__} has none named {names}")
+        return {name: modules[name] for name in chosen}
+    with evaluating(encoder), torch.no_grad(), _recording(modules) as outputs:
+        encoder(x)
+    sizes = {name: sum(weight.numel() for weight in modules[name].parameters()) for name in outputs}
+    families: dict[str, list[str]] = {}
+    for name in outputs:
+        if re.search(r"\d$", name):
+            families.setdefault(name.rstrip("0123456789"), []).append(name)
+    stages: list[str] = []
+    for dims in (3, 2):  # maps and tokens before vectors
+        for family in families.values():
+            members = [name for name in modules if name in family and outputs[name].ndim >= dims]
+            counts, most = [sizes[name] for name in members], sum(sizes[name] for name in stages)
+            # the first of equal ones is the outermost
+            if len(members) > 1 and sum(counts) > most and max(counts) < _NEARLY_ALL * sum(counts):
+                stages = members
+        if stages:
+            break
+    else:
+        raise NotSupported(f"needs inner layers: name those of {type(encoder).__name__}, whose stages nothing tells")
+    areas = [outputs[name].shape[2:] if outputs[name].ndim == 4 else () for name in stages]
+    if len(set(areas)) == 1:  # one size: of those without parameters nothing new comes
+        return {name: modules[name] for name in stages if sizes[name]}
+    return {name: modules[name] for name in dict(zip(areas, stages, strict=True)).values()}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.count(".") == pattern.count(".") and all(map(fnmatchcase, name.split("."), pattern.split(".")))
+
+
+@contextmanager
+def _recording(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """Record what layers give while the block runs.
+
+    By hooks, since torch.fx, which torchvision's feature extraction needs, cannot trace every network.
+    """
+    outputs: dict[str, Tensor] = {}
+
+    def record(name: str, module: nn.Module, _: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, (tuple, list)) and output else output
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.ndim > 1:
+            outputs[name] = tensor.detach().clone()  # the network may go on in place
+
+    handles = [layer.register_forward_hook(functools.partial(record, name)) for name, layer in layers.items()]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class LayerChain:
+    """A network as modules that are called one after the other, as the framework's detectors on layers want them.
+
+    The first link runs the network and records all layers, the others give what was recorded, and the head gives the
+    logits of that pass. Maps that were changed on the way to the head take the place of the last layer's output, in a
+    second pass on the same inputs. No gradients are kept.
+
+    Args:
+        network: maps inputs to logits; without a use for the head, any network.
+        layers: parts of it by name, in order.
+
+    Attributes:
+        links: a module for each layer, which gives its output as maps (B, C, H, W): tokens (B, T, D) become
+            (B, D, T, 1), vectors (B, D) become (B, D, 1, 1).
+        head: from the last layer's maps to logits.
+    """
+
+    def __init__(self, network: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        self.network, self.layers = network, dict(layers)
+        self.links = [_Call(network, functools.partial(self._link, name)) for name in layers]
+        self.head = _Call(network, self._logits)
+        self._inputs: Any = None
+        self._maps: dict[str, Tensor] = {}
+        self._output: Tensor | None = None
+
+    def _link(self, name: str, x: Any) -> Tensor:
+        if name == next(iter(self.layers)):
+            with torch.no_grad(), _recording(self.layers) as outputs:
+                self._inputs, self._output = x, self.network(x)
+            if silent := self.layers.keys() - outputs.keys():
+                raise EncodingError(f"{', '.join(silent)} took no part in the forward pass. Name other layers.")
+            self._maps = {name: _as_maps(layer, outputs[name]) for name, layer in self.layers.items()}
+        return self._maps[name]
+
+    def _logits(self, maps: Tensor) -> Tensor:
+        name, layer = list(self.layers.items())[-1]
+        if maps is self._maps[name] and self._output is not None:
+            return self._output
+        handle = layer.register_forward_hook(lambda module, _, output: _as_output(module, maps, output))
+        try:
+            with torch.no_grad():
+                return self.network(self._inputs)
+        finally:
+            handle.remove()
+
+
+def _has_channels_first(layer: nn.Module) -> bool:
+    """Whether an output of three dimensions is (B, C, L) rather than tokens (B, T, D)."""
+    return any(isinstance(module, nn.Conv1d) for module in layer.modules())
+
+
+def _as_maps(layer: nn.Module, output: Tensor) -> Tensor:
+    if output.ndim == 3:
+        return (output if _has_channels_first(layer) else output.transpose(1, 2)).unsqueeze(3).contiguous()
+    return output[:, :, None, None] if output.ndim == 2 else output.contiguous()
+
+
+def _as_output(layer: nn.Module, maps: Tensor, output: Any) -> Any:
+    """A layer's output with other maps in its place."""
+    if isinstance(output, (tuple, list)):
+        return type(output)([_as_output(layer, maps, output[0]), *output[1:]])
+    if output.ndim == 3 and not _has_channels_first(layer):
+        return maps.squeeze(3).transpose(1, 2)
+    return maps.reshape(output.shape)
+
+
+class _Call(nn.Module):
+    """A function of a network as a module, which moves with the network."""
+
+    def __init__(self, network: nn.Module, function: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.network, self._function = network, function
+
+    def forward(self, x: Any) -> Tensor:
+        return self._function(x)

@@ -1,4 +1,4 @@
-"""OOD metrics over any number of processes: scores and labels -> AUROC, AUPR-IN, AUPR-OUT, FPR95TPR.
+"""Scores -> AUROC, AUPR-IN, AUPR-OUT, FPR95TPR, over any number of processes.
 
 The definitions are the framework's (``pytorch_ood.metrics.functional``), the distribution is torchmetrics': states of
 kind "cat". Scores are taken as they are, without the sigmoid that torchmetrics' own binary metrics apply.
@@ -6,34 +6,25 @@ kind "cat". Scores are taken as they are, without the sigmoid that torchmetrics'
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
-from pytorch_ood.metrics.functional import aupr, auroc, fpr_at_tpr
+from pytorch_ood.metrics import functional
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
-from typing_extensions import Self
 
-from rmd_plugin.compare.rows import AUROC, FPR95
-from rmd_plugin.detectors.score_metric import ScoreMetric
-from rmd_plugin.encoding.features import check_labels
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from rmd_plugin.compare.rows import AURC_OOD, AUROC, AUTC, FPR95, OSCR, RISK90
+from rmd_plugin.detectors.conformal import ScoreMetric
+from rmd_plugin.detectors.moments import check_labels
 
 #: the metrics, named as the framework names them
 METRICS = (AUROC, "AUPR-IN", "AUPR-OUT", FPR95)
-
-#: share of an OOD set that a calibrated detector accepts at its level alpha of false alarms
-ACCEPTED = "FPR@alpha"
-
-_MARKERS = "osD^vP*X<>"
 
 #: name under which the average over the OOD sets is reported
 MEAN = "mean"
@@ -55,12 +46,62 @@ def compare_scores(id_scores: Tensor, ood_scores: Tensor) -> dict[str, Tensor]:
     labels = torch.zeros(len(scores), dtype=torch.long, device=scores.device)
     labels[len(id_scores) :] = -1
     values = (
-        auroc(scores, labels),
-        aupr(scores, labels, positive="id"),
-        aupr(scores, labels, positive="ood"),
-        fpr_at_tpr(scores, labels, tpr=0.95),
+        functional.auroc(scores, labels),
+        functional.aupr(scores, labels, positive="id"),
+        functional.aupr(scores, labels, positive="ood"),
+        functional.fpr_at_tpr(scores, labels, tpr=0.95),
     )
     return dict(zip(METRICS, values, strict=True))
+
+
+def risk_coverage(scores: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """The risk-coverage curve of accepting samples, those with the lowest scores first (El-Yaniv and Wiener 2010).
+
+    Args:
+        scores: shape (N,), higher means less sure.
+        errors: shape (N,), whether it is an error to accept a sample.
+
+    Returns:
+        Coverage, the share that is accepted, and risk, the share of errors among the accepted, both of shape (N,),
+        float64. Samples of one score share their errors, as in the mean over their orders.
+    """
+    _, group = scores.unique(return_inverse=True)
+    sizes = torch.bincount(group)
+    shared = torch.bincount(group, errors.double()) / sizes
+    accepted = torch.arange(1, len(scores) + 1, dtype=torch.float64, device=scores.device)
+    return accepted / len(scores), shared.repeat_interleave(sizes).cumsum(0) / accepted
+
+
+def aurc(scores: Tensor, errors: Tensor) -> Tensor:
+    """Area under the risk-coverage curve, by trapezoids over the coverages from 1/N to 1 and divided by 1 - 1/N."""
+    coverage, risk = risk_coverage(scores, errors)
+    return torch.trapezoid(risk, coverage) / (coverage[-1] - coverage[0])
+
+
+def joint_metrics(id_scores: Tensor, ood_scores: Tensor, right: Tensor | None) -> dict[str, float]:
+    """Metrics of one detector on one OOD set that ask whether a sample is unknown or the classifier wrong.
+
+    Args:
+        id_scores: shape (N,), higher means more likely OOD.
+        ood_scores: shape (M,).
+        right: shape (N,), whether the classifier is right about each ID sample; None without a classifier.
+
+    Returns:
+        AUTC where the scores are finite and differ; with a classifier OSCR, AURC-OOD, for which it is an error to
+        accept an OOD sample or a wrong one, and risk90, the share of such errors among what is accepted if 90 % of the
+        ID samples are. They depend on N and M, as these tell how frequent OOD samples are.
+    """
+    scores = torch.cat([id_scores, ood_scores])
+    labels = torch.cat([torch.zeros(len(id_scores)), -torch.ones(len(ood_scores))]).long()
+    values = {}
+    if bool(scores.isfinite().all()) and bool(scores.min() < scores.max()):
+        values[AUTC] = float(functional.autc(scores, labels))
+    if right is not None:
+        errors = torch.cat([~right, torch.ones(len(ood_scores), dtype=torch.bool)])
+        accepted = scores <= id_scores.sort().values[math.ceil(0.9 * len(id_scores)) - 1]
+        values[OSCR] = float(functional.oscr_score(scores, torch.where(errors, 1, 0), labels))
+        values[AURC_OOD], values[RISK90] = float(aurc(scores, errors)), float(errors[accepted].double().mean())
+    return values
 
 
 class OODScores(ScoreMetric):
@@ -79,6 +120,7 @@ class OODScores(ScoreMetric):
         1.0
     """
 
+    higher_is_better: bool = True  # AUROC and AUPR; FPR95TPR beside them is better the lower
     plot_lower_bound: float = 0.0
     plot_upper_bound: float = 1.0
     scores: list[Tensor]
@@ -119,9 +161,9 @@ class OODScores(ScoreMetric):
             raise ValueError(f"there are {len(id_scores)} ID samples and 0 OOD samples.")
         results = {name: compare_scores(id_scores, scores) for name, scores in ood_scores.items()}
         results[MEAN] = {
-            metric: torch.stack([found[metric] for found in results.values()]).mean() for metric in METRICS
+            metric: torch.stack([values[metric] for values in results.values()]).mean() for metric in METRICS
         }
-        return {f"{name}/{metric}": value for name, found in results.items() for metric, value in found.items()}
+        return {f"{name}/{metric}": value for name, values in results.items() for metric, value in values.items()}
 
     def gather(self) -> tuple[Tensor, dict[str, Tensor]]:
         """All scores, of all processes together: those of the ID samples, and those of each OOD set with samples.
@@ -131,43 +173,21 @@ class OODScores(ScoreMetric):
         with self.sync_context(dist_sync_fn=self.dist_sync_fn):
             return self._split()
 
-    def _check_alike(self, other: Self) -> None:
-        if other.ood != self.ood:
-            mine, theirs = ", ".join(self.ood), ", ".join(other.ood)
+    def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
+        """Add what another metric of the same OOD sets has seen."""
+        if isinstance(incoming_state, OODScores) and incoming_state.ood != self.ood:
+            mine, theirs = ", ".join(self.ood), ", ".join(incoming_state.ood)
             raise ValueError(f"the scores are of the OOD sets {mine}, but those to merge are of {theirs}.")
+        super().merge_state(incoming_state)
 
-    def plot(
-        self, val: dict[str, Tensor] | Sequence[dict[str, Tensor]] | None = None, ax: Axes | None = None
-    ) -> tuple[Figure | None, Axes]:
-        """Plot the metrics of each OOD set.
-
-        Args:
-            val: what :meth:`compute` or a forward pass gave, or a sequence of it, whose steps become the horizontal
-                axis. By default what has been collected.
-            ax: axes to draw in; by default those of a new figure.
-
-        Returns:
-            The figure (None if axes were given) and the axes.
-        """
-        already = len(ax.lines) if ax is not None else 0
-        figure: Figure | None
-        figure, axes = cast("tuple[Figure, Axes]", self._plot(val, ax))
-        # torchmetrics' colours come again after ten lines: a colour for each metric, a marker for each set
-        names = [str(line.get_label()).rpartition("/") for line in axes.lines[already:]]
-        metrics, sets = (list(dict.fromkeys(name[part] for name in names)) for part in (2, 0))
-        for line, name in zip(axes.lines[already:], names, strict=True):
-            line.set(color=f"C{metrics.index(name[2])}", marker=_MARKERS[sets.index(name[0]) % len(_MARKERS)])
-        axes.set_title("ID samples against each OOD set")
-        axes.set_ylabel("value")
-        axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))  # beside: four names for each set
-        if figure is not None:
-            figure.set_layout_engine("constrained")
-        return figure, axes
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Plot what :meth:`compute` gave, or a sequence of it over steps, as torchmetrics plots; figure and axes."""
+        return self._plot(val, ax)
 
     def _split(self) -> tuple[Tensor, dict[str, Tensor]]:
-        scores, groups = self.kept()
+        scores, groups = self.collected()
         sets = {name: scores[groups == number] for number, name in enumerate(self.ood, start=1)}
-        return scores[groups == 0], {name: found for name, found in sets.items() if len(found)}
+        return scores[groups == 0], {name: values for name, values in sets.items() if len(values)}
 
 
 class FeatureRows(Metric):
@@ -178,6 +198,7 @@ class FeatureRows(Metric):
 
     full_state_update: bool = False
     is_differentiable: bool = False
+    higher_is_better: bool | None = None  # rows are no score
     rows: list[Tensor]
     labels: list[Tensor]
     index: list[Tensor]
