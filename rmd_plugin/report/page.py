@@ -1,51 +1,147 @@
-"""The page about one run: ``report.html``, drawn from the files of its folder alone."""
+"""Pages as self-contained HTML without script: ``report.html`` of a run, and of what ``rmd-score`` has scored."""
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import os
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from shlex import quote
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from rmd_plugin.atomic import replacing
-from rmd_plugin.compare.rows import ACCURACY, AUROC, Row, select, unique
-from rmd_plugin.report.cards import Card
-from rmd_plugin.report.choice import Choice, advice, choose
-from rmd_plugin.report.document import Picture, picture, render
-from rmd_plugin.report.figures import calibration_figure, histogram_figure
-from rmd_plugin.report.names import LONG_NAMES, OURS, label
-from rmd_plugin.report.run_figures import (
-    contributions_figure,
-    epochs_figure,
-    history_sets,
-    history_title,
-    partial_sums_figure,
-)
-from rmd_plugin.report.run_folder import CONFIG, REPORT, RunFolder, RunStatus, describe_error
-from rmd_plugin.report.samples import Samples, sample_cards
-from rmd_plugin.report.scores import ID, Directions, Scores
-from rmd_plugin.report.tables import (
-    WORDS,
-    comparison_tables,
-    decision_tables,
-    interval,
-    ood_sets,
-    percent,
-    ranking,
-    seconds,
-    set_title,
-)
+import numpy as np
+import pandas as pd  # type: ignore[import-untyped]
+from matplotlib.figure import Figure
+
+from rmd_plugin.compare.rows import ACCURACY, AUROC, THRESHOLD, at_level, levels, make_rows, select
+from rmd_plugin.files import replacing
+from rmd_plugin.report import figures, tables
+from rmd_plugin.report.names import DASHES, LONG_NAMES, OURS, PALETTE, label
+from rmd_plugin.report.run import CONFIG, ID, REPORT, RunFolder, Scores, describe_error
+from rmd_plugin.report.tables import METRICS, WORDS, interval, near_first, ood_sets, percent, ranking, set_title
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 T = TypeVar("T")
 
-#: what the directions of a detector are ordered by
-_ORDER = {"rmd": "most discriminative first"}
-#: options of a run that change its data, splits, classifier or threshold, and that rmd-fit has too
-_OF_FIT = ("seed", "limit_train", "limit_test", "alpha", "head", "paths.data_dir")
-#: OOD sets that have a picture of partial sums
-_PANELS = 4
+#: OOD sets that have samples; samples of one kind
+_SETS, _COUNT = 3, 8
+#: longer side of a thumbnail in pixels, the one up to which nothing may be lost, letters of a text
+_SIDE, _TINY, _LETTERS = 160, 64, 280
+#: of a table of scores: the highest and lowest, those with a reason, and classes that are shown; bins of the p-values
+EXTREMES, REASONS, _CLASSES, _P_BINS = 24, 50, 50, 20
+
+
+class Picture(NamedTuple):
+    """A picture inside a page: itself as a data address, and what it shows in words."""
+
+    source: str
+    alt: str
+
+
+def picture(figure: Figure, alt: str) -> Picture:
+    """A figure as an SVG; ``alt`` says what it shows."""
+    buffer = io.BytesIO()
+    with figures.house_style():
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    # an address, not the SVG itself: several in one document would share their ids
+    return Picture(_data_address("svg+xml", buffer), alt)
+
+
+def thumbnail(image: Image.Image, alt: str) -> Picture:
+    """A small copy of a picture for a page: a JPEG, or every pixel of one that is tiny."""
+    small = image.convert("RGB")
+    small.thumbnail((_SIDE, _SIDE))
+    kind = "png" if max(small.size) <= _TINY else "jpeg"
+    buffer = io.BytesIO()
+    small.save(buffer, kind)
+    return Picture(_data_address(kind, buffer), alt)
+
+
+def _data_address(kind: str, content: io.BytesIO) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content.getvalue()).decode('ascii')}"
+
+
+def preview(item: Any, alt: str) -> Picture | str | None:
+    """What a raw item of a data set looks like: a thumbnail, a text, or None for what neither is.
+
+    Pictures are those of Pillow, arrays (H, W), (H, W, 3) and tensors (1 or 3, H, W) of uint8 or of numbers in [0, 1].
+    """
+    from PIL import Image
+
+    if isinstance(item, str):
+        return item
+    if isinstance(item, Image.Image):
+        return thumbnail(item, alt)
+    if hasattr(item, "detach"):  # a tensor; torch takes seconds to import
+        item = item.detach().cpu().numpy()
+        item = np.moveaxis(item, 0, -1) if item.ndim == 3 else item
+    if not isinstance(item, np.ndarray) or not item.size:
+        return None
+    # normalised numbers are left out: nobody says what is black
+    if item.dtype.kind == "f" and item.min() >= 0 and item.max() <= 1:
+        item = np.rint(255 * item).astype(np.uint8)
+    item = item[..., 0] if item.ndim == 3 and item.shape[2] == 1 else item
+    shows = item.dtype == np.uint8 and (item.ndim == 2 or (item.ndim == 3 and item.shape[2] == 3))
+    return thumbnail(Image.fromarray(item), alt) if shows else None
+
+
+def make_card(name: str, details: Sequence[str], flagged: bool, preview: Picture | str | None) -> dict[str, Any]:
+    """One sample on a page as plain data: its name, some lines about it, and how it looks or what it says, if known."""
+    text = " ".join(preview.split()) if isinstance(preview, str) else ""
+    return {
+        "name": name,
+        "details": list(details),
+        "flagged": flagged,
+        "picture": preview._asdict() if isinstance(preview, Picture) else None,
+        "text": text if len(text) <= _LETTERS else f"{text[:_LETTERS]}…",
+    }
+
+
+# -- of a run ---------------------------------------------------------------------------------------------------------
+
+
+def collect_samples(
+    rows: pd.DataFrame, scores: Scores, raw: Callable[[str, int], tuple[object, str]]
+) -> dict[str, Any] | None:
+    """Samples by the detector that leads the table: ID ones with the highest scores, OOD ones with both ends.
+
+    Args:
+        rows: of one comparison.
+        scores: of its detectors, in the order of the data.
+        raw: set and position -> the item before any transform, and its class or nothing.
+
+    Returns:
+        The detector, and groups of cards with a title, as plain data for :meth:`RunFolder.write_samples`; None if
+        nothing can be shown: features, for example.
+    """
+    leader = next((name for name in ranking(rows) if name in scores), None)
+    if leader is None:
+        return None
+    mine = select(rows, detector=leader, status="ok")
+    thresholds = [select(mine, metric=at_level(THRESHOLD, alpha))["value"].min() for alpha in levels(mine)]
+    threshold = float(thresholds[0]) if thresholds else math.inf
+    distances = ood_sets(rows)
+    sets = [name for name in near_first(distances) if name in scores[leader]]
+    ends = {"the most unknown": -1, "the most ordinary, detected last": 1}
+    wanted = [(ID, "in-distribution test set", "the most unknown")]
+    wanted += [(name, set_title(name, distances), end) for name in sets[:_SETS] for end in ends]
+    groups: list[dict[str, Any]] = []
+    for name, title, end in wanted:
+        values = scores[leader].get(name, np.empty(0))
+        cards = []
+        for place in np.argsort(ends[end] * values, kind="stable")[:_COUNT]:
+            item, of_class = raw(name, int(place))
+            score, shown = float(values[place]), preview(item, f"Sample {place} of {name}")
+            cards.append(make_card(of_class or f"no. {place}", [f"score {number(score)}"], score > threshold, shown))
+        if cards:
+            groups.append({"title": f"{title}: {end}", "cards": cards})
+    visible = any(card["picture"] or card["text"] for group in groups for card in group["cards"])
+    return {"detector": leader, "groups": groups} if visible else None
 
 
 def write_report(folder: str | os.PathLike[str] | RunFolder) -> Path:
@@ -58,198 +154,243 @@ def write_report(folder: str | os.PathLike[str] | RunFolder) -> Path:
 
 
 def render_report(run: RunFolder) -> str:
-    """The page about a run as HTML, self-contained, without script: drawn from the files of its folder alone.
+    """The page about a run as HTML: drawn from the files of its folder alone.
 
-    Files that are missing leave their part out. One that cannot be read is named on the page, and so is a part that
-    cannot be drawn: a report comes after hours of training, and the rest must stand.
+    Files that are missing leave their section out. One that cannot be read is named on the page, and so is a section
+    that cannot be drawn: a report comes after hours of training, and the rest must stand. A new section is a function
+    that draws pictures, an entry in ``pictures``, and its heading and text in ``templates/report.html``.
     """
     if not run.path.is_dir():
         raise FileNotFoundError(f"{run.path} is not a folder. Give the output folder of a run.")
     problems: list[str] = []
 
-    def read(action: Callable[[], T]) -> T | None:
-        try:
-            return action()
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            problems.append(str(error))
-            return None
-
-    def part(draw: Callable[..., T], *arguments: Any) -> T | None:
+    def attempt(draw: Callable[..., T], *arguments: Any) -> T | None:
         try:
             return draw(*arguments)
+        except FileNotFoundError:
+            return None
         except Exception as error:
             problems.append(f"A part of this page could not be drawn. {describe_error(error)}")
             return None
 
-    rows, status, versions = read(run.read_rows) or [], read(run.read_status), read(run.read_versions) or {}
-    scores, directions, history = read(run.read_scores), read(run.read_directions), read(run.read_history)
-    config, samples = read(lambda: run.read_text(CONFIG)) or "", read(run.read_samples)
-
-    def names(attribute: str) -> str:
-        about = status.about.get(attribute, "") if status is not None else ""
-        return ", ".join(unique(rows, attribute)) or str(about)
-
-    choice = part(choose, rows, scores) if _one_comparison(rows) else None
-    return render(
+    rows, status = attempt(run.read_rows), attempt(run.read_status)
+    rows = make_rows() if rows is None else rows
+    about = status.about if status is not None else {}
+    # scores and a choice belong to one comparison
+    single = len(rows[tables.COMPARISON].drop_duplicates()) == 1
+    scores = (attempt(run.read_scores) or {}) if single else {}
+    return tables.render(
         "report.html",
-        title=", ".join(filter(None, (names("benchmark"), names("backbone")))) or "A run without results",
-        seed=names("seed"),
+        about={key: ", ".join(map(str, rows[key].unique())) or about.get(key, "") for key in tables.COMPARISON},
         status=status,
-        tiles=part(_key_figures, rows, choice, status),
-        advice=part(advice, choice),
-        commands=part(_commands, choice, run, status, str(versions.get("command", ""))),
-        words=part(_words, rows),
-        tables=part(lambda: [table for table in comparison_tables(rows) if table.rows or table.notes]),
-        decisions=part(decision_tables, rows),
-        calibration=part(_calibration, rows, scores or {}),
-        epochs=part(_epochs, rows, history or []),
-        histograms=part(_histograms, rows, scores or {}),
-        samples=part(_samples, rows, samples),
-        directions=part(_directions, rows, directions or {}),
-        problems=problems,  # of the parts above, too
-        versions=versions,
-        config=config.rstrip(),
+        choice=attempt(tables.choose, rows, scores) if single else None,
+        accuracies=list(select(rows, metric=ACCURACY, detector="", status="ok").itertuples()),
+        words=_words(rows),
+        tables=attempt(lambda: [table for table in tables.comparison_tables(rows) if table.rows or table.notes]),
+        decisions=attempt(tables.decision_tables, rows),
+        joint=attempt(tables.joint_tables, rows),
+        pictures={
+            "calibration": attempt(_calibration, rows, scores),
+            "over_training": attempt(_over_training, rows, attempt(run.read_history) or []),
+            "scores": attempt(_histograms, rows, scores),
+        },
+        samples=attempt(run.read_samples),
+        folder=str(run.path),
+        versions=attempt(run.read_versions) or {},
+        config=(attempt(lambda: run.file(CONFIG).read_text(encoding="utf-8")) or "").rstrip(),
+        problems=problems,  # of all above, too
+        **{show.__name__: show for show in (tables.advice, interval, label, percent, quote)},
     )
 
 
-def _key_figures(rows: Sequence[Row], choice: Choice | None, status: RunStatus | None) -> list[tuple[str, str, str]]:
-    """Name, number and small print of each: the detector to take, what it finds and flags, then the rest."""
-    items = []
-    if choice is not None:
-        where = "near-OOD AUROC" if choice.judged == "near" else "AUROC"
-        items.append(("Take", label(choice.detector), f"highest {where}: {percent(choice.auroc)} %"))
-        if choice.alarms is not None:
-            which = "near-OOD" if choice.judged == "near" else "OOD"
-            if not math.isnan(choice.detected):
-                level = f"of {which} samples, at {100 * choice.alpha:g} % false alarms"
-                items.append(("Finds", f"{100 * choice.detected:.1f} %", level))
-            asked = f"of the ID test set; asked for {100 * choice.alpha:g} % {interval(choice.alarms)}"
-            items.append(("False alarms", f"{100 * choice.alarms.value:.1f} %", asked.strip()))
-    items += [
-        ("Accuracy", f"{percent(row.value)} %", row.reason or "in-distribution test set")
-        for row in select(rows, metric=ACCURACY, detector="", status="ok")
-    ]
-    if status is not None and not math.isnan(status.seconds):
-        items.append(("Time", _duration(status.seconds), "the whole run"))
-    return items
-
-
-def _commands(choice: Choice | None, run: RunFolder, status: RunStatus | None, command: str) -> list[tuple[str, str]]:
-    """What to do next: a sentence and a command each."""
-    names = {key: status.about.get(key) for key in ("benchmark", "backbone")} if status is not None else {}
-    if choice is None or not all(names.values()):
-        return []
-    program, *words = shlex.split(command) or [""]
-    lines = []
-    if guard := _guard_command(choice.detector, names, run, words):
-        lines.append(("Make a guard of it, one folder that scores new data:", shlex.join(guard)))
-        lines.append(("Then score data that nobody has labelled:", "rmd-score guard FOLDER"))
-    if program == "rmd-train":
-        again = [
-            word for word in words if not word.startswith(("seed=", "hydra.run.", "hydra.sweep.", "-m", "--multi"))
-        ]
-        sweep = shlex.join([program, "-m", *again, "seed=0,1,2,3,4"])
-        lines.append(("See whether the order holds over seeds:", f"{sweep} && rmd-report multirun/train"))
-    return lines
-
-
-def _guard_command(detector: str, names: Mapping[str, Any], run: RunFolder, words: Sequence[str]) -> list[str]:
-    """``rmd-fit`` with the run's own data, splits, network and options of the detector; none if it cannot say them."""
-    options, checkpoint, kind = [], "", "best"
-    for word in words:
-        key, _, value = word.lstrip("+").partition("=")
-        if key in ("experiment", "--config-name", "-cn"):
-            return []  # rmd-fit has no such choice
-        if key in ("checkpoint", "ckpt_path"):
-            checkpoint = value
-        elif key == "weights":
-            kind = value
-        elif key in _OF_FIT or key.startswith(("benchmark.", "backbone.", f"detector.{detector}.")):
-            options.append(word)
-    own = run.file("checkpoints") / f"{kind}.ckpt"
-    checkpoint = str(own) if own.is_file() else checkpoint
-    parts = ["rmd-fit", *_config_dir(words), *(f"{key}={name}" for key, name in names.items()), *options]
-    return [*parts, *([f"checkpoint={checkpoint}"] if checkpoint else []), f"detector={detector}", "out=guard"]
-
-
-def _config_dir(words: Sequence[str]) -> list[str]:
-    """The folder of the user's own parts among the words of a command, as it was given."""
-    for place, word in enumerate(words):
-        if word in ("--config-dir", "-cd"):
-            return list(words[place : place + 2])
-        if word.startswith("--config-dir="):
-            return [word]
-    return []
-
-
-def _words(rows: Sequence[Row]) -> list[tuple[str, str]]:
+def _words(rows: pd.DataFrame) -> list[tuple[str, str]]:
     """The words and the short names on the page, with what they mean."""
-    found = [(word, meaning) for word, meaning in WORDS.items() if ood_sets(rows)]
-    return found + [(label(name), LONG_NAMES[name]) for name in ranking(rows) if name in LONG_NAMES]
+    distances = ood_sets(rows).values()
+    words = [(word, meaning) for word, meaning in WORDS.items() if distances and word in ("AUROC", *distances)]
+    words += [(title, meaning) for name, (title, _, meaning) in METRICS.items() if (rows["metric"] == name).any()]
+    return words + [(label(name), LONG_NAMES[name]) for name in ranking(rows) if name in LONG_NAMES]
 
 
-def _epochs(rows: Sequence[Row], history: Sequence[Mapping[str, Any]]) -> list[Picture]:
-    seen = [row for row in history if row["metric"] == AUROC and row["ood"] and row["stage"] == "fit"]
-    distances = ood_sets(rows)
-    # RMD and MD have a colour in every picture, then the best of the table
-    detectors = list(dict.fromkeys([*OURS[:2], *ranking(rows), *(str(row["detector"]) for row in seen)]))
-    pictures = []
-    for name in history_sets(seen):
-        figure = epochs_figure(seen, [name], detectors=detectors, distances=distances)
-        pictures.append(picture(figure, f"AUROC over the epochs: {history_title(name, distances)}"))
-    return pictures
+def _calibration(rows: pd.DataFrame, scores: Scores) -> list[Picture]:
+    figure = figures.calibration_figure(scores, rows)
+    return [] if figure is None else [picture(figure, "Requested false alarms against those on the ID test set")]
 
 
-def _histograms(rows: Sequence[Row], scores: Scores) -> list[Picture]:
-    # scores belong to one comparison
-    shown = [name for name in ranking(rows) if name in scores] if _one_comparison(rows) else []
+def _over_training(rows: pd.DataFrame, history: Sequence[Mapping[str, Any]]) -> list[Picture]:
+    fitted = [row for row in history if row["metric"] == AUROC and row["ood"] and row["stage"] == "fit"]
+    distances, ranked = ood_sets(rows), ranking(rows)
+    # the best of the table have a colour, and RMD and MD in every picture
+    detectors = list(dict.fromkeys([*ranked[:1], *OURS[:2], *ranked, *(row["detector"] for row in fitted)]))
     return [
-        picture(histogram_figure(scores, rows, detectors=[name]), f"Histogram of the scores of {label(name)}")
-        for name in shown
+        picture(
+            figures.epochs_figure(fitted, [name], detectors=detectors, distances=distances),
+            f"AUROC over the epochs: {set_title(name, distances)}",
+        )
+        for name in figures.history_sets(fitted)
     ]
 
 
-def _samples(rows: Sequence[Row], samples: Samples | None) -> list[tuple[str, list[tuple[str, list[Card]]]]]:
-    """Detector, and title and cards of each group."""
-    if samples is None:
+def _histograms(rows: pd.DataFrame, scores: Scores) -> list[Picture]:
+    return [
+        picture(figures.histogram_figure(scores, rows, detectors=[name]), f"Histogram of the scores of {label(name)}")
+        for name in ranking(rows)
+        if name in scores
+    ]
+
+
+# -- of a table of scores ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScoringRun:
+    """What a page says beside the numbers of the table."""
+
+    guard: str  #: its name
+    inputs: Sequence[str]
+    alpha: float
+    threshold: float = math.nan  #: where there is one for all classes
+    #: histogram of the scores of the guard's own validation data: ``edges`` (B + 1,) and ``counts`` (B,)
+    validation: Mapping[str, Sequence[float]] | None = None
+    drift: Picture | None = None  #: curve of a drift alarm
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class ScoreSummary:
+    """What is known about all rows of a table of scores together."""
+
+    numbers: pd.DataFrame  #: columns score, p_value and is_ood of every row
+    scored: int  #: rows with a score, one that is no number included
+    flagged: int
+    nan: int  #: scores that are no number; they are flagged
+    classes: pd.DataFrame  #: columns Scored and Flagged by class, the most flagged first
+    highest: pd.DataFrame  #: rows of the table with a column name, the most unknown first
+    lowest: pd.DataFrame  #: the most ordinary first
+    with_reason: int
+    reasons: pd.DataFrame  #: columns Sample and Reason, the first of them
+
+    @property
+    def broken(self) -> int:
+        """Rows without a score."""
+        return len(self.numbers) - self.scored
+
+    @property
+    def share(self) -> float:
+        """Share of the scored that were flagged; NaN if nothing was scored."""
+        return self.flagged / self.scored if self.scored else math.nan
+
+
+def summarise_scores(path: str | os.PathLike[str]) -> ScoreSummary:
+    """Read ``scores.parquet``."""
+    import pyarrow.dataset as ds  # type: ignore[import-untyped]
+
+    table = ds.dataset(path, format="parquet")
+    name = table.schema.names[0]
+    numbers = table.to_table(columns=["score", "p_value", "is_ood", "class"]).to_pandas()
+    numbers["is_ood"] = numbers["is_ood"].eq(True).astype(bool)
+    numbers["Scored"], numbers["Flagged"] = numbers["score"].notna() | numbers["is_ood"], numbers["is_ood"]
+    classes = numbers.groupby("class")[["Scored", "Flagged"]].sum()
+    ordered = numbers["score"].dropna().sort_values(kind="stable").index.to_numpy()
+    has_reason = ds.field("reason").is_valid()
+    reasons = table.head(REASONS, columns=[name, "reason"], filter=has_reason).to_pandas()
+
+    def rows_at(places: np.ndarray) -> pd.DataFrame:
+        return table.take(places).to_pandas().rename(columns={name: "name"})
+
+    return ScoreSummary(
+        numbers,
+        scored=int(numbers["Scored"].sum()),
+        flagged=int(numbers["is_ood"].sum()),
+        nan=int((numbers["score"].isna() & numbers["is_ood"]).sum()),
+        classes=classes.sort_values(["Flagged", "Scored"], ascending=False, kind="stable"),
+        highest=rows_at(ordered[::-1][:EXTREMES]),
+        lowest=rows_at(ordered[:EXTREMES]),
+        with_reason=table.count_rows(filter=has_reason),
+        reasons=reasons.set_axis(["Sample", "Reason"], axis=1),
+    )
+
+
+#: names of samples -> what they look like: a thumbnail or the text, as far as there is one
+Previews = Callable[[Collection[str]], Mapping[str, "Picture | str"]]
+
+
+def write_scores_page(path: str | os.PathLike[str], summary: ScoreSummary, run: ScoringRun, previews: Previews) -> Path:
+    """Write the page about scores: how many were flagged, the most unknown samples, the most ordinary, each class."""
+    shown = previews({*summary.highest["name"], *summary.lowest["name"]})
+    classes = summary.classes[:_CLASSES].reset_index(names="Predicted class")
+    classes["Share (%)"] = 100 * classes["Flagged"] / classes["Scored"]
+    page = tables.render(
+        "scores.html",
+        run=run,
+        summary=summary,
+        share=share,
+        pictures=_score_pictures(summary, run),
+        highest=_score_cards(summary.highest, shown),
+        lowest=_score_cards(summary.lowest, shown),
+        classes=tables.frame_table(classes, notes=_and_more(len(summary.classes), len(classes))),
+        reasons=tables.frame_table(summary.reasons, notes=_and_more(summary.with_reason, len(summary.reasons))),
+    )
+    with replacing(path) as file:
+        file.write(page)
+    return Path(path)
+
+
+def share(value: float) -> str:
+    """A share for readers: ``23 %``, with a digit more where it is small."""
+    if math.isnan(value):
+        return "–"
+    return f"{100 * value:.1f} %" if 0 < value < 0.1 else f"{100 * value:.0f} %"
+
+
+def number(value: float) -> str:
+    """A score for readers: four digits."""
+    return f"{value:.4g}".replace("-", "−")
+
+
+def _score_cards(rows: pd.DataFrame, previews: Mapping[str, Picture | str]) -> list[dict[str, Any]]:
+    cards = []
+    for row in rows.itertuples():
+        details = [f"score {number(row.score)}", f"p-value {row.p_value:.2g}", f"nearest: {row.nearest_class or ''}"]
+        cards.append(make_card(row.name, details, bool(row.is_ood), previews.get(row.name)))
+    return cards
+
+
+def _and_more(total: int, shown: int) -> list[str]:
+    return [f"The first {shown} of {total:,}; the others are in scores.parquet."] if total > shown else []
+
+
+def _score_pictures(summary: ScoreSummary, run: ScoringRun) -> list[Picture]:
+    """Histograms of the scores, those flagged on top of the others, and of the p-values; none without any score."""
+    numbers = summary.numbers.dropna(subset="score")
+    if numbers.empty:
         return []
-    distances = ood_sets(rows)
-    titles = {"highest": "the most unknown", "lowest": "the most ordinary, found last"}
-    groups = []
-    for group, cards in sample_cards(samples, rows):
-        name = "in-distribution test set" if group.ood == ID else set_title(group.ood, distances)
-        groups.append((f"{name}: {titles[group.end]}", cards))
-    return [(label(samples.detector), groups)]
-
-
-def _calibration(rows: Sequence[Row], scores: Scores) -> list[Picture]:
-    figure = calibration_figure(scores, rows) if _one_comparison(rows) else None
-    return [] if figure is None else [picture(figure, "False alarms asked for against those on the ID test set")]
-
-
-def _directions(rows: Sequence[Row], directions: Directions) -> list[Picture]:
-    distances = ood_sets(rows)
-    pictures = []
-    for detector, profiles in directions.items():
-        order = _ORDER.get(detector, "largest variance first")
-        title = f"{label(detector)}: {len(profiles[ID].mean)} directions"
-        figure = contributions_figure(profiles, distances, order=order, title=title)
-        pictures.append(picture(figure, f"Contribution of each direction to the score of {label(detector)}"))
-    sets = list(dict.fromkeys(name for profiles in directions.values() for name in profiles if name != ID))
-    sets.sort(key=lambda name: distances.get(name) == "far")
-    for name in sets[:_PANELS]:
-        figure = partial_sums_figure(directions, name, title=f"{set_title(name, distances)}: the first directions")
-        pictures.append(picture(figure, f"AUROC on {name} from the first directions only"))
-    return pictures
-
-
-def _one_comparison(rows: Sequence[Row]) -> bool:
-    return len({(row.benchmark, row.backbone, row.seed) for row in rows}) == 1
-
-
-def _duration(value: float) -> str:
-    if value < 100:
-        return f"{seconds(value)} s" if value >= 10 else f"{value:.0f} s"
-    return f"{round(value / 60)} min" if value < 7200 else f"{round(value / 3600, 1):g} h"
+    scores = numbers["score"].to_numpy(float)
+    edges = figures.histogram_edges(scores, scores, run.threshold)
+    by_decision = [np.clip(scores[numbers["is_ood"] == flagged], edges[0], edges[-1]) for flagged in (False, True)]
+    with figures.house_style():
+        (figure, (axes,)), (p_figure, (p_axes,)) = (figures.new_panels(1, (6.4, 4.2)) for _ in range(2))
+        colours = [figures.ID_COLOUR, PALETTE["vermilion"]]
+        axes.hist(by_decision, list(edges), stacked=True, color=colours, alpha=0.8, label=["not flagged", "flagged"])
+        if run.validation is not None:
+            # as many as would lie in a bin of ours, whatever the width of theirs
+            widths, counts = np.diff(run.validation["edges"]), np.array(run.validation["counts"])
+            heights = len(scores) * counts / counts.sum() * (edges[1] - edges[0]) / widths
+            axes.stairs(heights, run.validation["edges"], color="black", label="the guard's validation data")
+        p_axes.hist(
+            numbers["p_value"], list(np.linspace(0, 1, _P_BINS + 1)), color=PALETTE["sky"], label="scored samples"
+        )
+        p_axes.axhline(len(scores) / _P_BINS, color="black", linewidth=1.4, label="if all were in-distribution")
+        axes.set(xlim=(edges[0], edges[-1]), xlabel="score, higher = more OOD", ylabel="samples")
+        p_axes.set(xlim=(0.0, 1.0), xlabel="p-value, lower = more OOD", ylabel="samples")
+        for panel, place, name in ((axes, run.threshold, "threshold"), (p_axes, run.alpha, f"α = {run.alpha:g}")):
+            if math.isfinite(place):
+                panel.axvline(place, color="black", linewidth=1.2, linestyle=DASHES[1], label=name)
+            panel.locator_params(axis="both", nbins=6)
+            # above the panel, where no bar can be behind it
+            panel.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.2)
+    p_alt = (
+        f"Histogram of the p-values: {share(summary.share)} are at most {run.alpha:g}, where in-distribution samples "
+        f"would have {100 * run.alpha:g} %"
+    )
+    alt = f"Histogram of {summary.scored} scores, of which {summary.flagged} are flagged"
+    return [picture(figure, alt), picture(p_figure, p_alt)]

@@ -1,291 +1,477 @@
-"""A summary of many runs: detectors x benchmarks, each benchmark, the runs without numbers; as tables and as files."""
+"""Many runs -> one summary: mean and spread over seeds, ranks over benchmarks, paired differences to a reference."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 
-from rmd_plugin.atomic import replacing
-from rmd_plugin.compare.rows import ACCURACY, SECONDS
-from rmd_plugin.report.aggregate import ALL, FAR, GROUP, NEAR, Difference, Group, Summary, estimate
-from rmd_plugin.report.document import picture, render
-from rmd_plugin.report.gather import Outcome, Run
+from rmd_plugin.compare.rows import (
+    ACCURACY,
+    AUROC,
+    FALSE_ALARMS,
+    SCORE_SECONDS,
+    SECONDS,
+    THRESHOLD,
+    make_rows,
+    select,
+)
+from rmd_plugin.files import replacing
 from rmd_plugin.report.names import label
-from rmd_plugin.report.table import Cell, Column, DetectorTable, Table, number_cells, to_latex, to_markdown
-from rmd_plugin.untrusted import one_line, to_csv_cell
+from rmd_plugin.report.run import ROWS, STATUS, RunFolder, RunIdentity, RunStatus
+from rmd_plugin.report.tables import (
+    COMPARISON,
+    METRICS,
+    Best,
+    Column,
+    Table,
+    comparison_table,
+    detector_table,
+    frame_table,
+    number_cells,
+    render,
+    to_latex,
+    to_markdown,
+)
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+#: that of its status; ``unfinished`` where a job has none, ``unreadable`` where its files are damaged or missing
+Outcome = Literal["done", "failed", "running", "interrupted", "unfinished", "unreadable"]
 
-#: more groups than this do not stand side by side in one table
-_WIDEST = 6
+#: what stands for an OOD set where the mean over the near, the far, or all of them is meant
+NEAR, ALL = "mean (near)", "mean (all)"
+
+#: columns that make a group of runs, which differ in nothing but their seed
+_GROUP = ["benchmark", "backbone", "setting"]
+_OVERRIDES = ".hydra/overrides.yaml"
+#: parts of a config that say where and how a run works, not what it computes
+_NOT_SETTINGS = re.compile(
+    r"\b(hydra|paths|names|logger|monitor|figures|resamples|num_workers|resume|verbose|progress|devices?"
+    r"|enable_progress_bar|enable_model_summary|ood_monitor|lr_monitor|model_summary|rich_progress|dirpath)\b"
+    r"|(seed|dir)(\.|$)"
+)
+
+
+# -- runs on disk -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run on disk; only the rows of ``done`` runs count."""
+
+    path: Path
+    outcome: Outcome
+    reason: str = ""  #: why it is not done
+    rows: pd.DataFrame = field(default_factory=make_rows)
+    about: RunIdentity = field(default_factory=dict)  #: ``benchmark``, ``backbone`` and ``seed``, as far as known
+    config: Mapping[str, Any] = field(default_factory=dict)
+    setting: str = ""  #: in what its config differs from the other runs of its benchmark and backbone
+    ended: float = 0.0  #: to tell the newer of two equal runs
+
+    @property
+    def name(self) -> str:
+        """What the run is, for people: benchmark, backbone, setting, seed."""
+        about = dict(self.about)
+        benchmark, backbone, seed = (about.pop(key, "") for key in COMPARISON)
+        words = [benchmark, backbone, self.setting, f"seed {seed}" if seed != "" else ""]
+        return ", ".join(str(word) for word in [*words, *(f"{key}={value}" for key, value in about.items())] if word)
+
+
+def gather_runs(folders: Iterable[str | os.PathLike[str]]) -> list[Run]:
+    """Every run in and below the folders, each folder once, in the order of their paths.
+
+    A folder is a run if it holds ``status.json`` or ``rows.csv``, or if Hydra started a job in it. What cannot be read
+    is a run too, with the outcome ``unreadable`` and the reason.
+    """
+    runs: dict[Path, Run] = {}
+    for top in map(Path, folders):
+        if not top.is_dir():
+            runs[top] = Run(top, "unreadable", "it is not a folder" if top.exists() else "there is no such folder")
+            continue
+        paths = {file.parent for name in (STATUS, ROWS) for file in top.rglob(name)}
+        # Hydra started something here, and it wrote nothing
+        jobs = {file.parents[1] for file in top.rglob(_OVERRIDES)}
+        paths |= {job for job in jobs if not any(job in path.parents for path in paths)}
+        outermost = [path for path in paths if paths.isdisjoint(path.parents)]
+        # job 10 follows job 9
+        for path in sorted(outermost, key=lambda path: re.sub(r"\d+", lambda digits: digits[0].zfill(20), str(path))):
+            runs.setdefault(path.resolve(), read_run(path))
+    return _name_settings(list(runs.values()))
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """One run from its folder; never raises for what the folder holds."""
+    folder = RunFolder(path)
+    # of a job that failed early, Hydra's overrides are all that there is
+    overrides = folder.file(_OVERRIDES)
+    about: RunIdentity = {}
+    try:
+        if overrides.is_file():
+            lines = overrides.read_text(encoding="utf-8").splitlines()
+            pairs = (line.lstrip("- ").strip("'\"").partition("=") for line in lines if "=" in line)
+            about = {key.lstrip("+"): value for key, _, value in pairs}
+        status = folder.read_status() if folder.file(STATUS).exists() else None
+        rows, config = folder.read_rows(), folder.read_config()
+        # a copied folder keeps its status, but not always the times of its files
+        ended = folder.file(ROWS).stat().st_mtime if len(rows) else 0.0
+        if status is not None and status.ended:
+            ended = datetime.fromisoformat(status.ended).timestamp()
+    except (OSError, ValueError) as error:
+        return Run(folder.path, "unreadable", " ".join(str(error).split()), about=about)
+    if len(rows):
+        about = rows.loc[0, COMPARISON].to_dict()
+    elif status is not None and status.about:
+        about = status.about
+    outcome, reason = _outcome(status, rows)
+    return Run(
+        folder.path, outcome, reason, rows if outcome == "done" else make_rows(), about, config=config, ended=ended
+    )
+
+
+def _outcome(status: RunStatus | None, rows: pd.DataFrame) -> tuple[Outcome, str]:
+    if status is None:
+        # rows without a status: put there by hand; the file appears only when it is whole
+        return ("done", "") if len(rows) else ("unfinished", f"Hydra started it, but it wrote no {STATUS}")
+    if status.state == "done" and not len(rows):
+        return "unreadable", f"it says that it is done, but has no rows in {ROWS}"
+    place = f"process {status.pid} on {status.host}, since {status.started}; if that is gone, it was killed"
+    return status.state, place if status.state == "running" else status.reason
+
+
+def _name_settings(runs: Sequence[Run]) -> list[Run]:
+    """Name the options, the seed aside, in which runs of one benchmark and backbone differ."""
+    configs = pd.json_normalize([dict(run.config) for run in runs])
+    configs = configs[[name for name in configs if not _NOT_SETTINGS.search(name)]].map(str, na_action="ignore")
+    about = pd.DataFrame([run.about for run in runs], columns=COMPARISON).astype(str)
+    settings = pd.Series("", range(len(runs)))
+    for _, group in about.loc[[bool(run.config) for run in runs]].groupby(["benchmark", "backbone"]):
+        options = configs.loc[group.index]
+        # which detectors were run is no setting, and the options of one tell only those runs apart that have it
+        varying = [name for name in options if options[name].nunique(dropna=name.startswith("detector")) > 1]
+        # weights often differ from seed to seed: they are a setting only where runs would be the same without them
+        others = [name for name in varying if not name.endswith(("path", "checkpoint"))]
+        varying = varying if options[others].assign(seed=group["seed"]).duplicated().any() else others
+        for number, values in options[varying].fillna("unset").iterrows():
+            settings[number] = ", ".join(f"{name}={value}" for name, value in values.items())
+    return [replace(run, setting=setting) for run, setting in zip(runs, settings, strict=True)]
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """Paired difference to the reference detector with its 95 % interval; NaN where there are too few pairs."""
+
+    difference: float  #: mean over the groups of the mean over their seeds
+    low: float = math.nan
+    high: float = math.nan
+
+
+@dataclass(frozen=True, eq=False)
+class Summary:
+    """All runs in numbers of one metric, and against one reference detector.
+
+    Runs that differ in nothing but their seed form a group.
+    """
+
+    metric: str
+    reference: str
+    runs: Sequence[Run]  #: those without rows too
+    rows: pd.DataFrame  #: those that count, with the number of their group and run
+    #: a line for each: benchmark, backbone, setting, title, seeds, and ``judged``, the mean that counts
+    groups: pd.DataFrame
+    values: pd.DataFrame  #: a line for each group, OOD set (or mean over sets) and seed, a column for each detector
+    notes: Sequence[str] = ()  #: what was left out, one sentence each
+
+    @property
+    def best(self) -> Best:
+        """Whether the highest or the lowest number is the best."""
+        if self.metric in SECONDS or self.metric.startswith(FALSE_ALARMS):
+            return "lowest"
+        return METRICS[self.metric].best if self.metric in METRICS else "highest"
+
+    @cached_property
+    def means(self) -> pd.DataFrame:
+        """Mean over the seeds: a line for each group and OOD set, a column for each detector."""
+        return self.values.groupby(level=["group", "ood"], sort=False).mean()
+
+    @cached_property
+    def deviations(self) -> pd.DataFrame:
+        """Sample standard deviation over the seeds, as :attr:`means`; NaN for fewer than two."""
+        return self.values.groupby(level=["group", "ood"], sort=False).std()
+
+    @cached_property
+    def judged(self) -> pd.DataFrame:
+        """Of :attr:`means`, for each group that over the near-OOD sets where there are any, else over all."""
+        keys = [key for key in zip(self.groups.index, self.groups["judged"], strict=True) if key in self.means.index]
+        return self.means.loc[keys]
+
+    @cached_property
+    def overall(self) -> pd.DataFrame:
+        """A line for each detector, the best first.
+
+        Columns: mean ``rank`` from 1 over so many (``count``) groups, equal detectors sharing their places; ``mean``
+        over the groups, NaN unless it has a number in each; paired ``difference`` to the reference with its interval
+        (``low``, ``high``); ``cost``, the time to score in times of the reference's.
+        """
+        ranks = self.judged.rank(axis=1, ascending=self.best == "lowest")
+        columns = {
+            "rank": ranks.mean(),
+            "count": ranks.count(),
+            "mean": self.judged.mean(skipna=False),
+            "some": self.judged.mean() * (1 if self.best == "lowest" else -1),
+        }
+        overall = pd.DataFrame(columns).query("count > 0").sort_values(["rank", "some"], kind="stable")
+        times = _pivot(self.rows, SCORE_SECONDS).groupby(level="group").mean()
+        if self.reference in times:
+            overall["cost"] = np.exp(np.log(times.div(times[self.reference], axis=0)).mean(skipna=False))
+        differences = [self.difference(name) for name in overall.index]
+        return overall.drop(columns="some").assign(**pd.DataFrame(differences, overall.index, Difference._fields))
+
+    def difference(self, detector: str) -> Difference:
+        """Paired difference of a detector to the reference over the groups. See :func:`paired_difference`."""
+        if detector == self.reference or not {self.reference, detector} <= set(self.values):
+            return Difference(math.nan)
+        apart = self.values[detector] - self.values[self.reference]
+        return paired_difference([apart.loc[key].dropna() for key in self.judged.index])
+
+
+def summarise(runs: Sequence[Run], *, metric: str = AUROC, reference: str = "rmd") -> Summary:
+    """Put runs together.
+
+    Of two runs with the same group, seed and detector the newer one counts. Seeds that all gave the same numbers, to
+    the last bit, are no sample and count as one. Runs that are not done give no numbers and stay in the list.
+
+    Raises:
+        ValueError: if there are numbers, but none of this metric; the message lists those that there are.
+    """
+    tables = [run.rows.assign(setting=run.setting, run=number, ended=run.ended) for number, run in enumerate(runs)]
+    rows = pd.concat([table for table in tables if len(table)] or [make_rows().assign(setting="", run=0, ended=0.0)])
+    # a threshold is a score, which another detector's cannot be compared with
+    metrics = [name for name in rows.loc[rows["detector"] != "", "metric"].unique() if not name.startswith(THRESHOLD)]
+    if metrics and metric not in metrics:
+        raise ValueError(f"no run has the metric {metric!r}; there are {', '.join(metrics)}.")
+    rows["group"] = rows.groupby(_GROUP, sort=False).ngroup()
+    rows = rows.sort_values(["group", "seed", "ended"], kind="stable")
+    groups = rows.groupby("group").agg(
+        **{name: (name, "first") for name in _GROUP},
+        seeds=("seed", lambda seeds: list(seeds.unique())),
+    )
+    groups["title"] = [", ".join(filter(None, names)) for names in groups[_GROUP].itertuples(index=False)]
+    # runs of other detectors add to each other
+    rows["newest"] = rows.groupby(["group", "seed", "detector"])["run"].transform("last")
+    older = rows[(rows["run"] != rows["newest"]) & (rows["detector"] != "")]
+    notes = [
+        f"{groups.loc[group, 'title']}, seed {seed}: run more than once "
+        f"({', '.join(map(label, part['detector'].unique()))}); the newest counts, {runs[newest].path}."
+        for (group, seed, newest), part in older.groupby(["group", "seed", "newest"], sort=False)
+    ]
+    rows = rows[rows["run"] == rows["newest"]]
+    values = _pivot(rows, metric)
+    rated = set(values.index.droplevel("seed"))
+    groups["judged"] = [NEAR if (group, NEAR) in rated else ALL for group in groups.index]
+    for group, part in values.groupby(level="group"):
+        if len(groups.loc[group, "seeds"]) > 1 and (part.groupby(level="ood").nunique() <= 1).all(axis=None):
+            values = values.drop(part.index[part.index.get_level_values("seed") != groups.loc[group, "seeds"][0]])
+            title = groups.loc[group, "title"]
+            notes.append(f"{title}: all seeds gave the same numbers, nothing depends on them; they count as one run.")
+    return Summary(metric, reference, runs, rows, groups, values, notes)
+
+
+def _pivot(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Numbers of a metric: a line for each group, OOD set (or mean over sets) and seed, a column for each detector."""
+    rows = rows[(rows["metric"] == metric) & (rows["detector"] != "")]
+    kinds = [rows[rows["ood"] != ""]]
+    kinds += [rows[rows["distance"] == distance].assign(ood=f"mean ({distance})") for distance in ("near", "far")]
+    # times belong to no OOD set, and to the mean over all
+    everything = pd.concat([*kinds, rows.assign(ood=ALL)])
+    means = everything.groupby(["group", "ood", "seed", "detector"], sort=False)["value"].agg(
+        lambda values: values.mean(skipna=False)
+    )
+    detectors = means.index.unique("detector")  # in their order: sort=False of unstack mixes up numbers before pandas 3
+    return means.astype(float).unstack("detector")[detectors].dropna(axis=0, how="all").sort_index()
+
+
+def paired_difference(groups: Sequence[Sequence[float] | pd.Series]) -> Difference:
+    """Mean of paired differences, a list for each group, with the 95 % t interval; every group weighs the same.
+
+    Where every group has three seeds or more, the groups are taken as they are and the seeds as a sample: the variance
+    is that of a mean of independent group means, with Welch and Satterthwaite's degrees of freedom. For one group this
+    is the paired t interval. Where a group has fewer, the group means are the sample, if there are three or more. Two
+    of anything give no interval: with one degree of freedom it is thirteen standard errors wide.
+    """
+    arrays = [np.asarray(group, dtype=np.float64) for group in groups if len(group)]
+    if not arrays:
+        return Difference(math.nan)
+    means = np.array([array.mean() for array in arrays])
+    if all(len(array) > 2 for array in arrays):
+        variances = np.array([array.var(ddof=1) / len(array) for array in arrays]) / len(arrays) ** 2
+        weighted = float(np.sum(variances**2 / np.array([len(array) - 1 for array in arrays])))
+        error = math.sqrt(variances.sum())
+        # without any spread there is no degree of freedom to estimate, and the interval is a point
+        freedom = error**4 / weighted if weighted else 1.0
+    elif len(arrays) > 2:
+        error, freedom = means.std(ddof=1) / math.sqrt(len(arrays)), len(arrays) - 1.0
+    else:
+        return Difference(float(means.mean()))
+    from scipy.special import stdtrit  # not scipy.stats, whose import takes a second
+
+    value, half = float(means.mean()), float(stdtrit(freedom, 0.975)) * error
+    return Difference(value, value - half, value + half)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def write_summary(summary: Summary, folder: str | os.PathLike[str]) -> list[Path]:
     """Write a summary in every format to a folder, and return the files, the page first."""
-    from rmd_plugin.report.figures import cost_figure  # imports matplotlib
-    from rmd_plugin.report.style import save_figure
+    from rmd_plugin.report.figures import cost_figure, save_figure  # imports matplotlib
+    from rmd_plugin.report.page import picture
 
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    tables, cost = summary_tables(summary, target), cost_figure(summary)
+    cost = cost_figure(summary)
+    overall, each = overall_tables(summary), group_tables(summary)
+    records = [
+        {**run.about, "run": os.path.relpath(run.path, target), "setting": run.setting}
+        | {"outcome": run.outcome, "reason": run.reason}
+        for run in summary.runs
+    ]
+    runs = pd.DataFrame(records, columns=["run", *_GROUP, "seed", "outcome", "reason"], dtype=object).fillna("")
+    missing = frame_table(runs[runs["outcome"] != "done"], "Runs without results")
+    page = render(
+        "summary.html",
+        benchmarks=summary.groups["benchmark"].unique().tolist(),
+        counts=_count_outcomes(summary.runs),
+        overall=overall,
+        pictures=[]
+        if cost is None
+        else [picture(cost, f"{summary.metric} of each detector against its time to score")],
+        each=each,
+        missing=missing,
+        counted=frame_table(runs[runs["outcome"] == "done"]),
+    )
+    tables = [*overall, *each, *([missing] if missing.rows else [])]
     # none of these names is that of a file of a run
     files = {
-        "summary.html": _render(summary, target, cost),
+        "summary.html": page,
         "summary.md": "\n".join(map(to_markdown, tables)),
         "summary.tex": "\n".join(map(to_latex, tables)),
-        "summary.csv": _to_csv(_numbers_frame(summary)),
-        "runs.csv": _to_csv(_runs_frame(summary)),
+        "summary.csv": _numbers_frame(summary).to_csv(index=False, lineterminator="\n"),
+        "runs.csv": runs.to_csv(index=False, lineterminator="\n"),
     }
     for name, text in files.items():
         with replacing(target / name, newline="") as file:
             file.write(text)
-    pictures = [] if cost is None else save_figure(cost, target / "summary_cost")
-    return [*(target / name for name in files), *pictures]
-
-
-def _render(summary: Summary, base: Path, cost: Figure | None) -> str:
-    """The summary as one self-contained page without script; paths of runs are shown relative to ``base``."""
-    from rmd_plugin.report.figures import difference_figure
-
-    alt = f"Paired difference of each detector to {label(summary.reference)}, with 95 % interval"
-    figures = {
-        alt: difference_figure(summary),
-        f"{summary.metric} of each detector against its time to score": cost,
-    }
-    benchmarks = list(dict.fromkeys(group.benchmark for group in summary.groups))
-    return render(
-        "summary.html",
-        title=f"Near-OOD detection on {', '.join(benchmarks)}" if benchmarks else "No results",
-        counts=count_outcomes(summary.runs),
-        overall=overall_tables(summary),
-        pictures=[picture(figure, alt) for alt, figure in figures.items() if figure is not None],
-        each=group_tables(summary),
-        missing=runs_table([run for run in summary.runs if run.outcome != "done"], "", base),
-        counted=runs_table([run for run in summary.runs if run.outcome == "done"], "Runs", base),
-    )
-
-
-def _to_csv(frame: pd.DataFrame) -> str:
-    def plain(value: object) -> object:
-        return to_csv_cell(one_line(value)) if isinstance(value, (str, Path)) else value
-
-    return str(frame.apply(lambda column: column.map(plain)).to_csv(index=False, lineterminator="\n"))
+    saved = [] if cost is None else save_figure(cost, target / "summary_cost")
+    return [*(target / name for name in files), *saved]
 
 
 def _numbers_frame(summary: Summary) -> pd.DataFrame:
-    """One line per group, OOD set (or mean over sets) and detector; rank and difference where they are judged."""
-    records: list[dict[str, object]] = []
-    for group in summary.groups:
-        for ood, detector in product((*summary.sets[group], NEAR, FAR, ALL), summary.detectors(group)):
-            if summary.values(group, detector, ood):
-                found = summary.estimate(group, detector, ood)
-                records.append({**group._asdict(), "ood": ood, "detector": detector, **vars(found)})
-                if ood == summary.which(group):
-                    paired = summary.difference(detector, [group])
-                    records[-1] |= {"rank": summary.ranks[group][detector], **paired._asdict()}
-    for detector in summary.ordered():
-        rank, count = summary.mean_rank(detector)
-        paired = summary.difference(detector)
-        records.append({"ood": "overall", "detector": detector, "count": count, "rank": rank, **paired._asdict()})
-    columns = [*GROUP, "ood", "detector", "metric", "mean", "deviation", "count", "rank", "value", "low", "high"]
-    frame = pd.DataFrame(records, columns=columns).assign(metric=summary.metric)
-    return frame.rename(columns={"value": "difference"})
+    """One line per group, OOD set (or mean over sets) and detector, then one per detector over all groups."""
+    values = summary.values.melt(ignore_index=False, var_name="detector").groupby(
+        ["group", "ood", "detector"], sort=False
+    )
+    numbers = values["value"].agg(mean="mean", deviation="std", count="count").query("count > 0")
+    numbers = numbers.reset_index().merge(summary.groups[_GROUP], left_on="group", right_index=True)
+    overall = summary.overall.rename_axis("detector").reset_index().assign(ood="overall")
+    columns = [*_GROUP, "ood", "detector", "metric", "mean", "deviation", "count", "rank", *Difference._fields]
+    return pd.concat([numbers, overall]).assign(metric=summary.metric).reindex(columns=columns)
 
 
-def _runs_frame(summary: Summary) -> pd.DataFrame:
-    columns = ["run", "outcome", "reason", "benchmark", "backbone", "setting", "seed"]
-    records = [
-        {**run.about, "run": run.path, "outcome": run.outcome, "reason": run.reason, "setting": run.setting}
-        for run in summary.runs
-    ]
-    return pd.DataFrame(records, columns=columns, dtype=object)
-
-
-# -- tables ---------------------------------------------------------------------------------------------------------
-
-
-def summary_tables(summary: Summary, base: Path) -> list[Table]:
-    """All tables: the overall ones, one per group where that says more, and the runs that gave no numbers."""
-    missing = runs_table([run for run in summary.runs if run.outcome != "done"], "Runs without results", base)
-    return [*overall_tables(summary), *group_tables(summary), *([missing] if missing.rows else [])]
+# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def overall_tables(summary: Summary) -> list[Table]:
-    """Detectors x groups: mean ± standard deviation over the seeds, mean rank, difference to the reference.
-
-    Many groups come a few at a time, and the last two columns in a table of their own.
-    """
-    groups = list(summary.groups)
-    if not groups:
+    """Detectors x groups: mean ± standard deviation over the seeds, mean rank, difference to the reference."""
+    overall, groups = summary.overall, summary.groups
+    if not len(groups):
         return []
-    detectors = summary.ordered()
-    if len(groups) <= _WIDEST:
-        return [_detector_table(summary, detectors, groups, overall=True)]
-    chunks = [groups[start : start + _WIDEST] for start in range(0, len(groups), _WIDEST)]
-    parts = [_detector_table(summary, detectors, chunk, overall=False) for chunk in chunks]
-    return [*parts, _detector_table(summary, detectors, [], overall=True)]
+    scale, digits, unit = (1, 3, "s") if summary.metric in SECONDS else (100, 2, "%")
 
+    def show(value: float, sign: str = "") -> str:
+        return f"{scale * value:{sign}.{digits}f}".replace("-", "−")
 
-def _detector_table(summary: Summary, detectors: Sequence[str], groups: Sequence[Group], *, overall: bool) -> Table:
-    table = DetectorTable(detectors)
-    for group in groups:
-        judged = "" if summary.which(group) == NEAR else ", all sets"
-        column = Column(group.benchmark, detail=f"({', '.join(filter(None, group[1:]))}{judged})")
-        table.add(column, _estimates(summary, detectors, group))
-    count = len(summary.groups)
-    if overall and count > 1:
-        places = [summary.mean_rank(name) for name in detectors]
-        details = ["" if found == count else f"(in {found} of {count})" for _, found in places]
-        cells = number_cells([place for place, _ in places], "{:.2f}".format, details, best="lowest")
-        table.add(Column("mean rank"), cells)
-        means = [summary.mean_number(name) for name in detectors]
-        best: Literal["lowest", "highest"] = "lowest" if summary.lower else "highest"
-        table.add(Column("mean"), number_cells(means, lambda value: _number(summary, value), best=best))
-    title = _title(summary) if groups else f"{summary.metric} over all {count} columns above"
-    if not overall:
-        return table.finish(title)
-    compared = summary.reference in detectors
-    differences = _add_differences(table, summary, detectors, "paired") if compared else []
-    return table.finish(title, list(_notes(summary, differences)))
+    def signed(value: float) -> str:
+        return show(value, "+")
+
+    columns = {}
+    for group in groups.itertuples():
+        key = (group.Index, group.judged)
+        means, spreads = (frame.reindex([key])[overall.index].iloc[0] for frame in (summary.means, summary.deviations))
+        details = ["" if math.isnan(spread) else f"± {show(spread)}" for spread in spreads]
+        about = ", ".join(filter(None, (group.backbone, group.setting, "" if group.judged == NEAR else "all sets")))
+        columns[Column(group.benchmark, f"({about})")] = number_cells(means, show, details, best=summary.best)
+    if len(groups) > 1:
+        details = ["" if count == len(groups) else f"(in {count} of {len(groups)})" for count in overall["count"]]
+        columns[Column("mean rank")] = number_cells(overall["rank"], "{:.2f}".format, details, best="lowest")
+        columns[Column("mean")] = number_cells(overall["mean"], show, best=summary.best)
+    if summary.reference in overall.index:
+        ends = zip(overall["low"], overall["high"], strict=True)
+        details = ["" if math.isnan(low) else f"[{signed(low)}, {signed(high)}]" for low, high in ends]
+        column = Column(f"to {label(summary.reference)}", "(paired)")
+        columns[column] = number_cells(overall["difference"], signed, details)
+    on = " on near-OOD" if (groups["judged"] == NEAR).any() else ""
+    spread = ", mean ± standard deviation over seeds" if (groups["seeds"].map(len) > 1).any() else ""
+    title = f"{summary.metric} in {unit}{on}{spread}"
+    return [detector_table(overall.index, columns, title, list(_notes(summary)))]
 
 
 def group_tables(summary: Summary) -> list[Table]:
-    """Detectors x OOD sets of every group that has several sets."""
-    return [_group_table(summary, group) for group in summary.groups if len(summary.sets[group]) > 1]
+    """Detectors x OOD sets of every group: the table of a comparison, with means over the seeds."""
+    tables = []
+    for group, rows in summary.rows.groupby("group"):
+        key = ["ood", "detector", "metric", "distance", "status", "reason"]
+        means = rows.groupby(key, sort=False)["value"].mean().reset_index().assign(low=math.nan, high=math.nan)
+        title, seeds = summary.groups.loc[group, ["title", "seeds"]]
+        tables.append(comparison_table(means, f"{title}, {_seeds(seeds)}"))
+    return tables
 
 
-def _group_table(summary: Summary, group: Group) -> Table:
-    sets = summary.sets[group]
-    detectors = sorted(summary.ranks[group], key=summary.ranks[group].__getitem__)
-    table = DetectorTable(detectors)
-    for ood, distance in sets.items():
-        column = Column(ood, detail=f"({distance})" if distance else "")
-        table.add(column, _estimates(summary, detectors, group, ood))
-    for distance in ("near", "far"):
-        if list(sets.values()).count(distance) > 1:
-            table.add(Column(f"{distance} mean"), _estimates(summary, detectors, group, f"mean ({distance})"))
-    if summary.reference in detectors and len(detectors) > 1:
-        judged = "near" if summary.which(group) == NEAR else "all sets"
-        _add_differences(table, summary, detectors, judged, [group])
-    notes = []
-    rows = summary.rows[(summary.rows[GROUP] == list(group)).all(axis=1)]
-    accuracy = rows[(rows["metric"] == ACCURACY) & (rows["detector"] == "") & (rows["status"] == "ok")]["value"]
-    if len(accuracy):
-        item = estimate(accuracy.tolist())
-        spread = "" if math.isnan(item.deviation) else f" ± {100 * item.deviation:.2f}"
-        notes.append(f"Accuracy on the in-distribution test set: {100 * item.mean:.2f}{spread} %.")
-    return table.finish(f"{group}: {summary.metric}{_unit(summary)}, {_seeds(summary.groups[group])}", notes)
-
-
-def runs_table(runs: Sequence[Run], title: str, base: Path) -> Table:
-    """Runs with their outcome and reason; paths below ``base`` are shown relative to it."""
-    columns = [Column(name, "left", wrap=name in ("Run", "What")) for name in ("Run", "What", "Outcome", "Reason")]
-    cells = []
-    for run in runs:
-        whole, inside = run.path.resolve(), base.resolve()
-        path = whole.relative_to(inside) if whole.is_relative_to(inside) else run.path
-        cells.append([Cell(str(path)), Cell(run.name), Cell(run.outcome), Cell(run.reason)])
-    return Table(columns, cells, title=title)
-
-
-def count_outcomes(runs: Iterable[Run]) -> str:
+def _count_outcomes(runs: Iterable[Run]) -> str:
     """How many runs ended how, in words; empty without runs."""
-    counts = Counter(run.outcome for run in runs)
-    return ", ".join(f"{counts[outcome]} {outcome}" for outcome in get_args(Outcome) if counts[outcome])
-
-
-# -- cells and notes --------------------------------------------------------------------------------------------------
-
-
-def _number(summary: Summary, value: float, sign: str = "") -> str:
-    scale, digits = (1, 3) if summary.metric in SECONDS else (100, 2)
-    return f"{scale * value:{sign}.{digits}f}".replace("-", "−")
-
-
-def _estimates(summary: Summary, detectors: Sequence[str], group: Group, ood: str | None = None) -> list[Cell]:
-    found = [summary.estimate(group, name, ood) for name in detectors]
-    spreads = ["" if math.isnan(item.deviation) else f"± {_number(summary, item.deviation)}" for item in found]
-    best: Literal["lowest", "highest"] = "lowest" if summary.lower else "highest"
-    return number_cells([item.mean for item in found], lambda value: _number(summary, value), spreads, best=best)
-
-
-def _add_differences(
-    table: DetectorTable, summary: Summary, detectors: Sequence[str], remark: str, groups: Sequence[Group] | None = None
-) -> list[Difference]:
-    """Add the column of differences to the reference, which itself has none, and return those of the others."""
-
-    def signed(value: float) -> str:
-        return _number(summary, value, "+")
-
-    others = {name: summary.difference(name, groups) for name in detectors if name != summary.reference}
-    found = [others.get(name, Difference(math.nan)) for name in detectors]
-    details = ["" if math.isnan(item.low) else f"[{signed(item.low)}, {signed(item.high)}]" for item in found]
-    cells = number_cells([item.value for item in found], signed, details)
-    table.add(Column(f"to {label(summary.reference)}", detail=f"({remark})"), cells)
-    return list(others.values())
-
-
-def _title(summary: Summary) -> str:
-    several = any(len(seeds) > 1 for seeds in summary.groups.values())
-    on = " on near-OOD" if any(summary.which(group) == NEAR for group in summary.groups) else ""
-    spread = ", mean ± standard deviation over seeds" if several else ""
-    return f"{summary.metric}{_unit(summary)}{on}{spread}"
-
-
-def _unit(summary: Summary) -> str:
-    return " in s" if summary.metric in SECONDS else " in %"
+    counts = pd.Series([run.outcome for run in runs], dtype=object).value_counts(sort=False).sort_index()
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
 
 
 def _seeds(seeds: Sequence[int]) -> str:
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
-def _notes(summary: Summary, differences: Iterable[Difference]) -> Iterator[str]:
+def _notes(summary: Summary) -> Iterator[str]:
     """What stands below the overall table: how differences are taken, the seeds, and all that is missing."""
-    reference = label(summary.reference)
-    over = {item.over for item in differences}
-    if "seeds" in over:
+    reference, rows, titles = label(summary.reference), summary.rows, summary.groups["title"]
+    if summary.reference in summary.overall.index:
         yield (
-            f"To {reference}: mean difference to {reference} in the same run, every benchmark weighing the same, with "
-            "the 95 % t interval over seeds (Welch and Satterthwaite's degrees of freedom); the benchmarks are taken "
-            "as they are, not as a sample."
+            f"To {reference}: mean difference to {reference} in the same run, every benchmark weighing the same. The "
+            "95 % t interval is over seeds, or over benchmarks where one has fewer than three; for fewer there is none."
         )
-    if "benchmarks" in over:
-        yield (
-            f"To {reference}: mean difference to {reference} in the same run, with the 95 % t interval over the "
-            "benchmarks, because there are benchmarks with fewer than three seeds."
-        )
-    if summary.seedless:
-        where = "; ".join(map(str, summary.seedless))
-        yield f"All seeds gave the same numbers, nothing depends on them, and they count as one run: {where}."
-    if "" in over:
-        yield "A difference without interval has too few runs for one: it takes three seeds or three benchmarks."
-    if summary.reference not in summary.ordered():
+    else:
         yield f"No difference: no run has the reference detector {reference}."
-    seeds: dict[tuple[int, ...], list[str]] = {}
-    for group, numbers in summary.groups.items():
-        seeds.setdefault(tuple(numbers), []).append(str(group))
-    for runs, groups in seeds.items():
-        where = "; ".join(groups)
-        yield f"Every benchmark with {_seeds(runs)}." if len(seeds) == 1 else f"{_seeds(runs).capitalize()}: {where}."
-    rows = summary.rows
+    for seeds, part in summary.groups.groupby(summary.groups["seeds"].map(tuple), sort=False):
+        where = "Every benchmark with " if len(part) == len(summary.groups) else f"{'; '.join(part['title'])}: "
+        yield f"{where}{_seeds(seeds)}."
+    # behind where the classifier comes from stands what is odd about its accuracy: hardly above chance, untrained
+    accuracy = select(rows, metric=ACCURACY, detector="", status="ok")
+    for row in accuracy[accuracy["reason"].str.contains(";")].itertuples():
+        remark = row.reason.partition(";")[2].strip().rstrip(".")
+        yield f"{titles[row.group]}, seed {row.seed}: the accuracy is {100 * row.value:.1f} % ({remark})."
     bad = rows[(rows["detector"] != "") & (rows["status"] != "ok") & (rows["reason"] != "")]
     # those that failed before those that were skipped
     bad = bad.sort_values(["group", "status"], kind="stable").assign(decides=bad["metric"].str.contains("@"))
-    for (*key, status, reason, decides), part in bad.groupby([*GROUP, "status", "reason", "decides"], sort=False):
+    for (group, status, reason, decides), part in bad.groupby(["group", "status", "reason", "decides"], sort=False):
         names = ", ".join(map(label, part["detector"].unique()))
         verb = "without decisions" if decides else "failed" if status == "failed" else "not supported"
-        count, total = part["seed"].nunique(), len(summary.groups[Group(*key)])
-        yield f"{Group(*key)}: {names} {verb} in {count} of {total} runs ({reason})."
-    missing = count_outcomes(run for run in summary.runs if run.outcome != "done")
-    if missing:
+        runs = f"{part['seed'].nunique()} of {len(summary.groups.loc[group, 'seeds'])} runs"
+        yield f"{titles[group]}: {names} {verb} in {runs} ({reason})."
+    if missing := _count_outcomes(run for run in summary.runs if run.outcome != "done"):
         yield f"Not counted: {missing} of {len(summary.runs)} runs."
     yield from summary.notes

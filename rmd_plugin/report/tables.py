@@ -1,222 +1,224 @@
-"""Rows -> tables: the comparison, detectors x OOD sets with intervals and times; and what its decisions are worth."""
+"""Rows -> tables of a comparison and its decisions, in four formats; and which detector to take."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import pandas as pd  # type: ignore[import-untyped]
 
 from rmd_plugin.compare.rows import (
     ACCURACY,
+    AURC,
     AUROC,
     DETECTED,
     FALSE_ALARMS,
     FIT_SECONDS,
     FPR95,
+    JOINT,
+    OSCR,
+    RISK90,
     SCORE_SECONDS,
     SHIFT_ACCURACY,
     SHIFT_ALARMS,
     THRESHOLD,
-    Row,
     Status,
     at_level,
     levels,
-    mean,
     select,
     unique,
 )
 from rmd_plugin.report.names import label
-from rmd_plugin.report.table import Column, DetectorTable, Table, number_cells
+from rmd_plugin.report.run import ID, Scores
 
-#: the words of a table, a line each
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+Best = Literal["highest", "lowest"]
+
+
+class Metric(NamedTuple):
+    """A metric as readers see it."""
+
+    title: str
+    best: Best
+    meaning: str
+
+
+#: metrics of the rows that have a column of their own beside AUROC: their mean over the near-OOD sets, or over all sets
+#: where none is near, or the number itself where it belongs to no OOD set. A line here adds the column, the words on
+#: the page and ``rmd-report --metric``.
+METRICS = {
+    FPR95: Metric(
+        "FPR95",
+        "lowest",
+        "share of ID samples that are flagged when the threshold is so low that 95 % of the OOD samples are detected",
+    ),
+}
+#: what the words of a table mean
 WORDS = {
     "AUROC": "chance that an OOD sample scores higher than an ID one: 50 % is guessing, 100 % no overlap",
-    "FPR95": "share of ID samples that are flagged when the threshold is so low that 95 % of the OOD samples are found",
     "near": "OOD that resembles the training data, such as new classes of the same kind: the hard case",
     "far": "OOD of another kind altogether, such as noise: the easy case",
 }
+#: columns that tell one comparison from another
+COMPARISON = ["benchmark", "backbone", "seed"]
 #: why a detector may rank OOD below ID samples
 _BLIND = {"knn": "it scales features to unit length, so how far they reach does not count"}
+#: with fewer samples in a set, a variance of ranks may be zero by chance
+_FEW = 10
 
 
-def comparison_tables(rows: Sequence[Row]) -> list[Table]:
-    """One table for every benchmark, backbone and seed among the rows, in the order of their first appearance.
-
-    Detectors are ordered by their near-OOD mean (by the mean over all sets where no set is near), the best numbers of a
-    column are bold, and what failed or was skipped stands in the notes with its reason.
-    """
-    keys = list(dict.fromkeys((row.benchmark, row.backbone, row.seed) for row in rows))
-    return [_comparison_table(select(rows, benchmark=b, backbone=n, seed=s), b, n, s) for b, n, s in keys]
+# -- tables and their formats -----------------------------------------------------------------------------------------
 
 
-def decision_tables(rows: Sequence[Row]) -> list[Table]:
-    """What the detectors flag at a level of false alarms, one table for every comparison and level among the rows.
+class Cell(NamedTuple):
+    """Text of one cell, bold if it is the best of its column, and small print beside it, for example an interval."""
 
-    Detectors stand as in :func:`comparison_tables`: their threshold, the share of the ID test set that is flagged with
-    its interval, that of every ID set under a covariate shift, and that of every OOD set. Why one has no decisions
-    stands below the table of the comparison.
-    """
-    keys = list(dict.fromkeys((row.benchmark, row.backbone, row.seed) for row in rows))
-    parts = [select(rows, benchmark=b, backbone=n, seed=s) for b, n, s in keys]
-    tables = [_decision_table(part, alpha) for part in parts for alpha in levels(part)]
-    return [table for table in tables if table.rows]
+    text: str
+    bold: bool = False
+    detail: str = ""
 
 
-def near_far_means(rows: Iterable[Row], metric: str = AUROC) -> dict[str, dict[str, float]]:
-    """Mean of a metric over the OOD sets of one comparison: detector -> ``near``, ``far`` and ``all`` -> mean.
+class Column(NamedTuple):
+    """Head of a column, with small print beside its title, for example a unit."""
 
-    It is NaN where there is no such set or one of them failed.
-    """
-    rows = [row for row in rows if row.metric == metric and row.detector and row.ood]
-
-    def average(detector: str, *distances: str) -> float:
-        return mean([row.value for row in rows if row.detector == detector and row.distance in distances])
-
-    kinds = {"near": ("near",), "far": ("far",), "all": ("near", "far", "")}
-    return {name: {kind: average(name, *kinds[kind]) for kind in kinds} for name in unique(rows, "detector")}
+    title: str
+    detail: str = ""
+    align: Literal["left", "right"] = "right"
 
 
-def ranking(rows: Iterable[Row]) -> list[str]:
-    """Detectors that have numbers, the best first: by near mean, then by the mean over all OOD sets.
+class Table(NamedTuple):
+    """A table without a format: heads, as many cells in each row, a title, and notes, one sentence each."""
 
-    Without any OOD set they stand as they come.
-    """
-    rows = list(rows)
-    if not ood_sets(rows):
-        return unique([row for row in rows if row.ok], "detector")
-    means = near_far_means(rows)
-    usable = [name for name, values in means.items() if not math.isnan(values["all"])]
-
-    def order(name: str) -> tuple[float, float]:
-        near, everything = means[name]["near"], means[name]["all"]
-        return -(everything if math.isnan(near) else near), -everything
-
-    return sorted(usable, key=order)
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    title: str = ""
+    notes: Sequence[str] = ()
 
 
-def _comparison_table(rows: list[Row], benchmark: str, backbone: str, seed: int) -> Table:
-    detectors = ranking(rows)
-    sets = ood_sets(rows)
-    table = DetectorTable(detectors)
-    for name, distance in sets.items():
-        mine = {row.detector: row for row in select(rows, metric=AUROC, ood=name, status="ok")}
-        values = [mine[detector].value if detector in mine else math.nan for detector in detectors]
-        details = [interval(mine[detector]) if detector in mine else "" for detector in detectors]
-        title, detail = name if len(sets) > 1 else f"AUROC, {name}", f"({distance})" if distance else ""
-        table.add(
-            Column(title, detail=detail, hint=f"AUROC: {WORDS['AUROC']}"),
-            number_cells(values, percent, details, best="highest"),
-        )
-    means = near_far_means(rows)
-    for distance in ("near", "far"):
-        if len(sets) > 1 and distance in sets.values():
-            values = [means[detector][distance] for detector in detectors]
-            column = Column(f"{distance} mean", hint=f"mean AUROC over {distance}-OOD sets: {WORDS[distance]}")
-            table.add(column, number_cells(values, percent, best="highest"))
-    if sets:
-        fpr = near_far_means(rows, FPR95)
-        which = "near" if "near" in sets.values() else "all"
-        values = [fpr.get(detector, {}).get(which, math.nan) for detector in detectors]
-        title = "FPR95" if len(sets) == 1 else f"FPR95, {which}"
-        table.add(Column(title, hint=WORDS["FPR95"]), number_cells(values, percent, best="lowest"))
-    for title, metric in (("fit", FIT_SECONDS), ("score", SCORE_SECONDS)):
-        times = {row.detector: row.value for row in select(rows, metric=metric, status="ok")}
-        values = [times.get(detector, math.nan) for detector in detectors]
-        table.add(Column(title, detail="(s)"), number_cells(values, seconds))
-    heading = f"{benchmark}, {backbone}, seed {seed}"
-    if sets or not detectors:
-        heading += ": AUROC in %"
-    if has_intervals(rows):
-        heading += " with 95 % bootstrap interval"
-    notes = (
-        [] if sets or not detectors else ["There is no OOD data, so there is no AUROC: only false alarms are known."]
-    )
-    return table.finish(heading, notes + _notes(rows))
+def frame_table(frame: pd.DataFrame, title: str = "", notes: Sequence[str] = ()) -> Table:
+    """A data frame as a table: texts to the left; numbers to the right, whole ones or with one digit."""
+
+    def show(value: object) -> str:
+        return value if isinstance(value, str) else f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
+
+    numeric = [pd.api.types.is_numeric_dtype(frame[name]) for name in frame]
+    columns = [Column(name, align="right" if right else "left") for name, right in zip(frame, numeric, strict=True)]
+    return Table(columns, [[Cell(show(value)) for value in row] for row in frame.itertuples(index=False)], title, notes)
 
 
-def _decision_table(rows: list[Row], alpha: float) -> Table:
-    names = {at_level(metric, alpha): metric for metric in (THRESHOLD, FALSE_ALARMS, SHIFT_ALARMS, DETECTED)}
-    mine = {(names[row.metric], row.ood, row.detector): row for row in rows if row.metric in names}
-    detectors = [name for name in ranking(rows) if (THRESHOLD, "", name) in mine]
-    table = DetectorTable(detectors)
-
-    def add(column: Column, metric: str, ood: str = "", *, best: Literal["highest"] | None = None) -> None:
-        found = [mine.get((metric, ood, name)) for name in detectors]
-        values = [math.nan if row is None else row.value for row in found]
-        details = ["" if row is None else interval(row) for row in found]
-        table.add(column, number_cells(values, percent, details, best=best))
-
-    add(Column("False alarms", detail="(ID test set)"), FALSE_ALARMS)
-    for name in dict.fromkeys(ood for metric, ood, _ in mine if metric == SHIFT_ALARMS):
-        add(Column(f"False alarms, {name}", detail="(shifted ID)"), SHIFT_ALARMS, name)
-    sets = ood_sets(rows)
-    for name, distance in sets.items():
-        add(Column(name if len(sets) > 1 else f"Detected, {name}", detail=f"({distance})" if distance else ""),
-            DETECTED, name, best="highest")  # fmt: skip
-    thresholds = [mine[THRESHOLD, "", name].value for name in detectors]
-    table.add(Column("threshold"), number_cells(thresholds, lambda value: f"{value:.4g}"))
-    first = rows[0]
-    heading = f"{first.benchmark}, {first.backbone}, seed {first.seed}: % flagged as OOD, calibrated on the validation "
-    heading += f"data for at most {100 * alpha:g} % false alarms, with 95 % binomial interval"
-    return table.finish(heading, _reasons([row for row in rows if row.metric in names], "ok", "Remark"))
+def detector_table(
+    detectors: Iterable[str], columns: Mapping[Column, Sequence[Cell]], title: str, notes: Sequence[str] = ()
+) -> Table:
+    """A table with a line for each detector: each column has a cell for each."""
+    cells = [[Cell(label(name)) for name in detectors], *columns.values()]
+    return Table([Column("Detector", align="left"), *columns], list(zip(*cells, strict=True)), title, notes)
 
 
-def ood_sets(rows: Iterable[Row]) -> dict[str, str]:
-    """OOD sets that detectors were rated on, in the order of the rows -> ``near``, ``far`` or empty."""
-    found = [row for row in rows if row.metric == AUROC]
-    return {name: next(row.distance for row in found if row.ood == name) for name in unique(found, "ood")}
-
-
-def has_intervals(rows: Iterable[Row]) -> bool:
-    """Whether there are intervals of AUROC."""
-    return any(not math.isnan(row.low) for row in rows if row.metric == AUROC)
-
-
-def set_title(name: str, distances: Mapping[str, str]) -> str:
-    """Name of an OOD set with its distance, where that is known."""
-    return f"{name} ({distances[name]})" if distances.get(name) else name
-
-
-def _notes(rows: list[Row]) -> list[str]:
-    notes = []
-    for row in select(rows, metric=ACCURACY):
-        remark = f" ({row.reason})" if row.reason else ""
-        if row.ok:
-            notes.append(f"Accuracy on the in-distribution test set: {percent(row.value)} %{remark}.")
-        elif row.reason:
-            notes.append(f"No accuracy: {row.reason}.")
-    for row in select(rows, metric=SHIFT_ACCURACY, status="ok"):
-        notes.append(f"Accuracy on {row.ood}, in-distribution under a covariate shift: {percent(row.value)} %.")
-    notes += _below_chance(rows)
-    notes += _detector_notes([row for row in rows if "@" not in row.metric])
-    return notes + _reasons([row for row in rows if "@" in row.metric], "skipped", "No decisions")
-
-
-def _below_chance(rows: list[Row]) -> list[str]:
-    """A remark on each detector that finds OOD samples more ordinary than ID ones, which surprises."""
-    below = [
-        row
-        for row in select(rows, metric=AUROC, status="ok")
-        if (row.value if math.isnan(row.high) else row.high) < 0.5
+def number_cells(
+    values: Iterable[float],
+    show: Callable[[float], str],
+    details: Iterable[str] | None = None,
+    *,
+    best: Best | None = None,
+) -> list[Cell]:
+    """Numbers as cells: NaN is a dash, and what reads like the best is bold, unless it stands alone."""
+    values = list(values)
+    numbers = [value for value in values if not math.isnan(value)]
+    top = show(min(numbers) if best == "lowest" else max(numbers)) if best and len(numbers) > 1 else None
+    return [
+        Cell("–") if math.isnan(value) else Cell(show(value), bold=show(value) == top, detail=detail)
+        for value, detail in zip(values, details or [""] * len(values), strict=True)
     ]
-    notes = []
-    for name in unique(below, "detector"):
-        sets = ", ".join(unique(select(below, detector=name), "ood"))
-        why = f": {_BLIND[name]}" if name in _BLIND else ""
-        notes.append(f"Below chance: {label(name)} on {sets} finds OOD samples more ordinary than ID ones{why}.")
-    return notes
 
 
-def _detector_notes(rows: list[Row]) -> list[str]:
-    openings: dict[Status, str] = {"ok": "Remark", "failed": "Failed", "skipped": "Not supported"}
-    return [note for status, opening in openings.items() for note in _reasons(rows, status, opening)]
+def markdown_text(text: str) -> str:
+    """A text whose letters mean nothing to Markdown."""
+    # an underscore inside a word is harmless, and most names have one; ]( makes a link or loads a picture
+    return re.sub(r"([\\|*`<>]|(?<!\w)_|_(?!\w)|\](?=[(\[:]))", r"\\\1", " ".join(text.split()))
 
 
-def _reasons(rows: list[Row], status: Status, opening: str) -> list[str]:
-    """A line for each reason, with the detectors that it is about."""
-    about = [row for row in select(rows, status=status) if row.detector and row.reason]
-    who = {reason: unique(select(about, reason=reason), "detector") for reason in unique(about, "reason")}
-    return [f"{opening}: {', '.join(map(label, names))} ({reason.rstrip('.')})." for reason, names in who.items()]
+_LATEX = str.maketrans(
+    {letter: f"\\{letter}" for letter in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}", "±": r"$\pm$", "–": "--", "−": "$-$", "·": r"$\cdot$"}
+)
+
+
+@functools.cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("rmd_plugin.report"),
+        autoescape=lambda name: name is None or name.endswith((".html", ".css")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["markdown"] = markdown_text
+    environment.filters["latex"] = lambda text: text.translate(_LATEX)
+    return environment
+
+
+def render(template: str, **content: Any) -> str:
+    """A template of the folder ``templates`` filled in; in HTML every text is escaped."""
+    return _environment().get_template(template).render(content)
+
+
+def to_markdown(table: Table) -> str:
+    """The table in Markdown (GitHub's), the best numbers in bold."""
+    return render("table.md", table=table)
+
+
+def to_latex(table: Table, *, label: str = "") -> str:
+    r"""The table in LaTeX: an environment ``table``, with ``label`` for ``\ref``. It needs ``booktabs`` only."""
+    return render("table.tex", table=table, label=label)
+
+
+def to_html(table: Table) -> str:
+    """The table as an HTML fragment without style; its classes for a style sheet stand in ``templates/table.html``."""
+    return render("table.html", table=table)
+
+
+def print_tables(tables: Iterable[Table], *, width: int | None = None) -> None:
+    """Print tables to the terminal: the best numbers bold, the small print dim, the notes below.
+
+    Where a table is wider than the terminal, the small print goes below the numbers. Into a file or pipe at full width.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console(width=width or (None if sys.stdout.isatty() else 200))
+    for table in tables:
+
+        def drawn(between: str, table: Table = table) -> RichTable:
+            grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=between != " ")
+            for column in table.columns:
+                detail = f"{between}{column.detail}" if column.detail else ""
+                head = Text.assemble(column.title.replace(" ", between), (detail, "dim"))
+                grid.add_column(head, justify=column.align, overflow="fold")
+            for row in table.rows:
+                texts = [((cell.text, "bold" * cell.bold), (f"{between}{cell.detail}", "dim")) for cell in row]
+                grid.add_row(*(Text.assemble(*text if text[1][0].strip() else text[:1]) for text in texts))
+            return grid
+
+        wide = drawn(" ")
+        fits = console.measure(wide, options=console.options.update(max_width=10_000)).maximum <= console.width
+        console.print(Text(table.title, style="bold"), wide if fits else drawn("\n"), sep="\n")
+        for note in table.notes:
+            console.print(Text(note, style="dim"))
 
 
 def percent(value: float) -> str:
@@ -224,14 +226,329 @@ def percent(value: float) -> str:
     return "" if math.isnan(value) else f"{100 * value:.2f}"
 
 
-def interval(row: Row) -> str:
-    """The interval of a row in percent with one digit; empty if it has none."""
+def interval(low: float, high: float) -> str:
+    """An interval in percent with one digit; empty if there is none."""
     # without a space, so that a narrow terminal folds it below the number in one piece
-    return "" if math.isnan(row.low) or math.isnan(row.high) else f"[{100 * row.low:.1f}–{100 * row.high:.1f}]"
+    return "" if math.isnan(low) or math.isnan(high) else f"[{100 * low:.1f}–{100 * high:.1f}]"
 
 
 def seconds(value: float) -> str:
     """A duration with two or three digits."""
-    if math.isnan(value):
-        return ""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+# -- of rows ----------------------------------------------------------------------------------------------------------
+
+
+def comparison_tables(rows: pd.DataFrame) -> list[Table]:
+    """One table for every benchmark, backbone and seed among the rows. See :func:`comparison_table`."""
+    return [comparison_table(part, _heading(*key)) for key, part in rows.groupby(COMPARISON, sort=False)]
+
+
+def decision_tables(rows: pd.DataFrame) -> list[Table]:
+    """What the detectors flag at a level of false alarms, one table for every comparison and level among the rows.
+
+    Detectors stand as in :func:`comparison_tables`: the share of the ID test set that is flagged with its interval,
+    that of every ID set under a covariate shift, that of every OOD set, and the threshold. Why one has no decisions
+    stands below the table of the comparison.
+    """
+    comparisons = rows.groupby(COMPARISON, sort=False)
+    tables = [_decision_table(part, alpha, _heading(*key)) for key, part in comparisons for alpha in levels(part)]
+    return [table for table in tables if table.rows]
+
+
+def joint_tables(rows: pd.DataFrame) -> list[Table]:
+    """Detector and classifier together: is a sample unknown, or the answer wrong? One table for every comparison."""
+    tables = [_joint_table(part, _heading(*key)) for key, part in rows.groupby(COMPARISON, sort=False)]
+    return [table for table in tables if len(table.columns) > 1]
+
+
+def _joint_table(rows: pd.DataFrame, heading: str) -> Table:
+    detectors, columns = ranking(rows), {}
+    judged = "near" if "near" in ood_sets(rows).values() else "all"
+    for metric in JOINT:
+        own = metric == AURC
+        means = numbers_of(rows, detectors, metric)["value"] if own else near_far_means(rows, metric)[judged]
+        if means.notna().any():
+            best: Best = "highest" if metric == OSCR else "lowest"
+            detail = "" if own else f"({judged} OOD)" if judged == "near" else "(all OOD)"
+            columns[Column(metric, detail)] = number_cells(means.reindex(detectors), percent, best=best)
+    notes = []
+    risk = near_far_means(rows, RISK90)[judged].reindex(detectors)
+    for name in [name for name in detectors if risk.notna()[name]][:1]:
+        notes.append(
+            f"With {label(name)}, if 90 % of the ID samples are accepted, {100 * risk[name]:.1f} % of the accepted are "
+            "wrong or unknown (risk90), with as many OOD samples as in the test sets."
+        )
+    return detector_table(detectors, columns, f"{heading}: unknown or wrong, in %", notes)
+
+
+def near_far_means(rows: pd.DataFrame, metric: str = AUROC) -> pd.DataFrame:
+    """Mean of a metric over the OOD sets of one comparison: a line for each detector, columns near, far and all.
+
+    It is NaN where there is no such set or one of them failed.
+    """
+    rows = rows[(rows["metric"] == metric) & (rows["detector"] != "") & (rows["ood"] != "")]
+    kinds = {"near": rows[rows["distance"] == "near"], "far": rows[rows["distance"] == "far"], "all": rows}
+    means = {
+        kind: part.groupby("detector", sort=False)["value"].agg(lambda values: values.mean(skipna=False))
+        for kind, part in kinds.items()
+    }
+    return pd.DataFrame(means, index=unique(rows, "detector"), dtype=float)
+
+
+def ranking(rows: pd.DataFrame) -> list[str]:
+    """Detectors that have numbers, the best first: by near mean, then by the mean over all OOD sets.
+
+    Without any OOD set they stand as they come.
+    """
+    if not ood_sets(rows):
+        return unique(select(rows, status="ok"), "detector")
+    means = near_far_means(rows).dropna(subset="all")
+    means["near"] = means["near"].fillna(means["all"])
+    return list(means.sort_values(["near", "all"], ascending=False, kind="stable").index)
+
+
+def ood_sets(rows: pd.DataFrame) -> dict[str, str]:
+    """OOD sets that detectors were rated on, in the order of the rows -> ``near``, ``far`` or empty."""
+    rated = rows[(rows["metric"] == AUROC) & (rows["ood"] != "")].drop_duplicates("ood")
+    return dict(zip(rated["ood"], rated["distance"], strict=True))
+
+
+def near_first(distances: Mapping[str, str]) -> list[str]:
+    """Names of OOD sets, those that are far behind the others."""
+    return sorted(distances, key=lambda name: distances[name] == "far")
+
+
+def set_title(name: str, distances: Mapping[str, str]) -> str:
+    """Name of an OOD set with its distance, where that is known."""
+    return f"{name} ({distances[name]})" if distances.get(name) else name
+
+
+def _heading(benchmark: str, backbone: str, seed: int) -> str:
+    return f"{benchmark}, {backbone}, seed {seed}"
+
+
+def numbers_of(rows: pd.DataFrame, detectors: Sequence[str], metric: str, ood: str = "") -> pd.DataFrame:
+    """Columns value, low and high of a metric, a line for each detector; NaN where it is missing."""
+    mine = select(rows, metric=metric, ood=ood, status="ok").drop_duplicates("detector").set_index("detector")
+    return mine[["value", "low", "high"]].reindex(detectors)
+
+
+def comparison_table(rows: pd.DataFrame, heading: str) -> Table:
+    """Detectors x OOD sets of one comparison.
+
+    Detectors are ordered by their near-OOD mean (by the mean over all sets where no set is near), the best numbers of a
+    column are bold, and what failed or was skipped stands in the notes with its reason.
+    """
+    detectors, sets = ranking(rows), ood_sets(rows)
+    columns = _set_columns(rows, detectors, AUROC, "AUROC")
+    means = near_far_means(rows).reindex(detectors)
+    for distance in ("near", "far"):
+        if len(sets) > 1 and distance in sets.values():
+            columns[Column(f"{distance} mean")] = number_cells(means[distance], percent, best="highest")
+    judged = "near" if "near" in sets.values() else "all"
+    for metric, (title, best, _) in METRICS.items():
+        own = select(rows, metric=metric, ood="")
+        values = numbers_of(own, detectors, metric)["value"] if len(own) else near_far_means(rows, metric)[judged]
+        if values.notna().any():
+            column = Column(title if len(own) or len(sets) == 1 else f"{title}, {judged}")
+            columns[column] = number_cells(values.reindex(detectors), percent, best=best)
+    for title, metric in (("fit", FIT_SECONDS), ("score", SCORE_SECONDS)):
+        columns[Column(title, "(s)")] = number_cells(numbers_of(rows, detectors, metric)["value"], seconds)
+    notes = _notes(rows)
+    if sets or not detectors:
+        heading += ": AUROC in %" + " with 95 % bootstrap interval" * bool(
+            select(rows, metric=AUROC)["low"].notna().any()
+        )
+    else:
+        notes.insert(0, "There is no OOD data, so there is no AUROC: only false alarms are known.")
+    return detector_table(detectors, columns, heading, notes)
+
+
+def _set_columns(rows: pd.DataFrame, detectors: Sequence[str], metric: str, title: str) -> dict[Column, list[Cell]]:
+    """A column of a metric for each OOD set, under the title and its name where there is but one."""
+    sets = ood_sets(rows)
+    return {
+        Column(name if len(sets) > 1 else f"{title}, {name}", f"({distance})" if distance else ""): _share_cells(
+            rows, detectors, metric, name, best="highest"
+        )
+        for name, distance in sets.items()
+    }
+
+
+def _share_cells(
+    rows: pd.DataFrame, detectors: Sequence[str], metric: str, ood: str = "", best: Best | None = None
+) -> list[Cell]:
+    numbers = numbers_of(rows, detectors, metric, ood)
+    return number_cells(numbers["value"], percent, map(interval, numbers["low"], numbers["high"]), best=best)
+
+
+def _decision_table(rows: pd.DataFrame, alpha: float, heading: str) -> Table:
+    names = [at_level(metric, alpha) for metric in (THRESHOLD, FALSE_ALARMS, SHIFT_ALARMS, DETECTED)]
+    threshold, alarms, shifted, detected = names
+    decided = unique(select(rows, metric=alarms, status="ok"), "detector")
+    detectors = [name for name in ranking(rows) if name in decided]
+    columns = _set_columns(rows, detectors, detected, "Detected")
+    columns[Column("False alarms", "(ID test set)")] = _share_cells(rows, detectors, alarms)
+    for name in unique(select(rows, metric=shifted), "ood"):
+        columns[Column(f"False alarms, {name}", "(shifted ID)")] = _share_cells(rows, detectors, shifted, name)
+    columns[Column("threshold")] = number_cells(numbers_of(rows, detectors, threshold)["value"], "{:.4g}".format)
+    heading += ": % flagged as OOD, calibrated on the validation data for at most "
+    heading += f"{100 * alpha:g} % false alarms, with 95 % binomial interval"
+    return detector_table(detectors, columns, heading, _reasons(rows[rows["metric"].isin(names)], "ok", "Remark"))
+
+
+def _notes(rows: pd.DataFrame) -> list[str]:
+    notes = []
+    for row in select(rows, metric=ACCURACY).itertuples():
+        remark = f" ({row.reason})" if row.reason else ""
+        if row.status == "ok":
+            notes.append(f"Accuracy on the in-distribution test set: {percent(row.value)} %{remark}.")
+        elif row.reason:
+            notes.append(f"No accuracy: {row.reason}.")
+    for row in select(rows, metric=SHIFT_ACCURACY, status="ok").itertuples():
+        notes.append(f"Accuracy on {row.ood}, in-distribution under a covariate shift: {percent(row.value)} %.")
+    rated = select(rows, metric=AUROC, status="ok")
+    for name, part in rated[rated["high"].fillna(rated["value"]) < 0.5].groupby("detector", sort=False):
+        why = f": {_BLIND[name]}" if name in _BLIND else ""
+        sets = ", ".join(unique(part, "ood"))
+        notes.append(f"Below chance: {label(name)} on {sets} ranks OOD samples below ID ones{why}.")
+    decides = rows["metric"].str.contains("@")
+    openings: dict[Status, str] = {"ok": "Remark", "failed": "Failed", "skipped": "Not supported"}
+    notes += [note for status, opening in openings.items() for note in _reasons(rows[~decides], status, opening)]
+    return notes + _reasons(rows[decides], "skipped", "No decisions")
+
+
+def _reasons(rows: pd.DataFrame, status: Status, opening: str) -> list[str]:
+    """A line for each reason, with the detectors that it is about."""
+    about = rows[(rows["status"] == status) & (rows["detector"] != "") & (rows["reason"] != "")]
+    return [
+        f"{opening}: {', '.join(map(label, unique(part, 'detector')))} ({reason.rstrip('.')})."
+        for reason, part in about.groupby("reason", sort=False)
+    ]
+
+
+# -- which detector to take -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The detector that leads a comparison."""
+
+    detector: str
+    judged: Literal["near", "all"]  #: the OOD sets that it was judged by
+    auroc: float  #: mean over them
+    rivals: Sequence[str] | None = None  #: detectors that the samples do not tell from it; None without scores
+    alpha: float = math.nan  #: level of false alarms that decisions were made at; NaN without decisions
+    detected: float = math.nan  #: share of the OOD samples that are found there, mean over the judged sets
+    alarms: float = math.nan  #: share of the ID test set that is flagged there
+    alarms_interval: tuple[float, float] = (math.nan, math.nan)
+
+
+def choose(rows: pd.DataFrame, scores: Scores | None = None) -> Choice | None:
+    """The leader of one comparison by the mean AUROC over near-OOD sets, or over all where none is near; None without.
+
+    With the scores, the rivals are all detectors that may be as good as the leader: all saw the same samples, so a
+    paired difference is told from none long before the intervals of the two AUROC part. The level is divided by the
+    number of pairs, of which the leader picks some: in 95 % of comparisons or more, all equally good ones are named.
+
+    Example:
+        >>> from rmd_plugin.compare.rows import make_row, make_rows
+        >>> pairs = [("rmd", 0.9), ("msp", 0.8)]
+        >>> rows = make_rows([make_row("b", "x", "net", name, 0, "AUROC", value) for name, value in pairs])
+        >>> choose(rows).detector
+        'rmd'
+    """
+    sets, ranked = ood_sets(rows), ranking(rows)
+    if not sets or not ranked:
+        return None
+    judged: Literal["near", "all"] = "near" if "near" in sets.values() else "all"
+    names = [name for name, distance in sets.items() if judged == "all" or distance == "near"]
+    best = ranked[0]
+    scored = {name: mine for name, mine in (scores or {}).items() if name in ranked and {ID, *names} <= set(mine)}
+    rivals = _rivals(best, scored, names, ranked) if best in scored else None
+    choice = Choice(best, judged, near_far_means(rows).loc[best, judged], rivals)
+    mine = select(rows, detector=best, status="ok")
+    for alpha in levels(mine)[:1]:
+        alarms = select(mine, metric=at_level(FALSE_ALARMS, alpha)).iloc[0]
+        detected = select(mine, metric=at_level(DETECTED, alpha))
+        share = detected.loc[detected["ood"].isin(names), "value"].mean(skipna=False)
+        ends = alarms["low"], alarms["high"]
+        choice = replace(choice, alpha=alpha, detected=share, alarms=alarms["value"], alarms_interval=ends)
+    return choice
+
+
+def advice(choice: Choice | None) -> list[str]:
+    """Why this detector, in sentences."""
+    if choice is None:
+        return []
+    sets = "near-OOD sets" if choice.judged == "near" else "OOD sets"
+    lines = [f"{label(choice.detector)} ranks OOD above ID samples best, by its mean AUROC over the {sets}."]
+    if choice.rivals:
+        names = ", ".join(map(label, choice.rivals))
+        lines.append(
+            f"These samples do not tell it from {names}: chance alone could make such a difference, so the simplest or "
+            "fastest of them will do."
+        )
+    if choice.rivals is None:
+        lines.append("Whether others are as good was not tested: there are no scores.")
+    if choice.alarms_interval[0] > choice.alpha:
+        lines.append(
+            "It flags more of the ID test set than requested: the validation data that set the threshold are not "
+            "like the test data, or the training chose its weights by them."
+        )
+    lines.append("It was chosen by the test sets shown here; OOD data of another kind may have another order.")
+    return lines
+
+
+def _rivals(best: str, scores: Scores, names: Sequence[str], ranked: Sequence[str]) -> list[str]:
+    """Detectors whose difference to the best in the mean AUROC over sets is within its standard errors."""
+    from rmd_plugin.compare.intervals import placements
+
+    quantile = NormalDist().inv_cdf(1 - 0.05 / max(2, len(scores) * (len(scores) - 1)))
+    # the ID samples are those of every set, so their shares are averaged; the OOD samples are each set's own
+    shares = {}
+    for detector, mine in scores.items():
+        of_id, of_ood = zip(*(placements(mine[ID], mine[name]) for name in names), strict=True)
+        shares[detector] = [np.mean(of_id, axis=0), *(part / len(names) for part in of_ood)]
+    rivals = []
+    for other in ranked:
+        if other in shares and other != best:
+            apart = [mine - theirs for mine, theirs in zip(shares[best], shares[other], strict=True)]
+            error = math.sqrt(sum(part.var(ddof=1) / len(part) if len(part) >= _FEW else math.inf for part in apart))
+            if abs(apart[0].mean()) <= quantile * error:
+                rivals.append(other)
+    return rivals
+
+
+# -- in the format of OpenOOD -----------------------------------------------------------------------------------------
+
+#: OpenOOD's columns, in its order
+OPENOOD = {FPR95: "FPR@95", AUROC: "AUROC", "AUPR-IN": "AUPR_IN", "AUPR-OUT": "AUPR_OUT", ACCURACY: "ACC"}
+#: its names of data sets, where they are not ours in lower case; beside CIFAR it says texture, beside ImageNet textures
+_OPENOOD_SETS = {"TinyImageNet": "tin", "Textures": "texture", "SSBHard": "ssb_hard", "OpenImagesO": "openimage_o"}
+
+
+def openood_tables(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The results of one comparison as OpenOOD's evaluator gives them: a table in percent for each detector.
+
+    Lines are the near-OOD sets, their mean (``nearood``), the far-OOD sets and theirs (``farood``); sets without a
+    distance count as far. OpenOOD takes OOD samples as the positive class, as we do.
+    """
+    accuracy = select(rows, metric=ACCURACY, status="ok")["value"]
+    names = {name: _OPENOOD_SETS.get(name, name.lower()) for name in unique(rows, "ood")}
+    if "SSBHard" in names:
+        names["Textures"] = "textures"
+    rated = rows[rows["metric"].isin(list(OPENOOD)) & (rows["detector"] != "") & (rows["ood"] != "")]
+    tables = {}
+    for detector, part in rated.groupby("detector", sort=False):
+        values = part.drop_duplicates(["ood", "metric"]).pivot(index="ood", columns="metric", values="value")
+        values[ACCURACY] = accuracy.iloc[0] if len(accuracy) else math.nan
+        blocks = []
+        for mean, sets in (("nearood", part["distance"] == "near"), ("farood", part["distance"] != "near")):
+            if sets.any():
+                block = values.loc[part["ood"][sets].unique()]
+                blocks += [block.rename(index=names), block.mean(skipna=False).to_frame(mean).T]
+        tables[str(detector)] = 100 * pd.concat(blocks)[list(OPENOOD)].rename(columns=OPENOOD)
+    return tables
