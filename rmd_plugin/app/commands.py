@@ -1,87 +1,322 @@
-"""The entry points of ``rmd-train``, ``rmd-compare``, ``rmd-fit``. Imports nothing heavy: ``--help`` takes a second."""
+"""The entry points of ``rmd-train``, ``rmd-compare``, ``rmd-fit``: how Hydra runs them. Imports nothing heavy.
+
+A mistake in the options or in a data file is told before torch is imported, and ``--help`` takes a second.
+"""
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import logging
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import hydra
-from omegaconf import DictConfig
+from hydra._internal.hydra import Hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
-from rmd_plugin.app.configs import prepare_hydra
-from rmd_plugin.app.console import protect_console
-from rmd_plugin.app.errors import hydra_errors, one_clear_error
-from rmd_plugin.app.trust import check_command_line
-from rmd_plugin.untrusted import one_line
+from rmd_plugin.files import config_path, config_root, missing_extra
+
+log = logging.getLogger(__name__)
+
+#: whether the user asks for whole tracebacks
+_FULL_ERROR = os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
+#: of a folder's name, in bytes: file systems allow 255, and the hash comes behind it
+_LONGEST = 150
+#: what is watched during training if the config does not say: of the first all that are chosen, else one of the second
+_WATCHED = (("rmd", "mahalanobis", "fused"), ("msp", "energy", "max_logit", "knn", "marginal", "partial"))
+#: plugins of Hydra: the word that chooses one, its module, and the extra and package that bring it
+_PLUGINS = {
+    "hydra/launcher=joblib": ("hydra_joblib_launcher", "sweep", "hydra-joblib-launcher"),
+    "hydra/launcher=submitit": ("hydra_submitit_launcher", "sweep", "hydra-submitit-launcher"),
+    "hydra/sweeper=optuna": ("hydra_optuna_sweeper", "optuna", "hydra-optuna-sweeper"),
+}
+
+
+# -- what the configs ask for -----------------------------------------------------------------------------------------
+
+
+def prepare_hydra() -> str:
+    """Make our resolvers and shared configs known to Hydra; the search path of the configs, for ``hydra.main``."""
+    resolvers: dict[str, Callable[..., Any]] = {
+        "watched": watched_by_default,
+        "monitored": monitored,
+        "job_folder": job_folder,
+        "choices": choices,
+        "options": options,
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(f"rmd_{name}", resolver, replace=True)
+    if not _is_installed("hydra_plugins.rmd_plugin"):  # a checkout that is not installed: Hydra does not find it itself
+        from hydra.core.plugins import Plugins
+
+        from rmd_plugin.hydra_plugin.search_path import RmdSearchPath
+
+        Plugins.instance().register(RmdSearchPath)
+    return config_path()
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _config_folders() -> list[Any]:
+    """The folders of the configs: ours, and the ``--config-dir`` of this command, if it has one."""
+    words = [part for word in sys.argv for part in word.split("=", 1)]
+    users = [Path(folder) for flag, folder in pairwise(words) if flag in ("--config-dir", "-cd")]
+    return [config_root(), config_root().joinpath("shared"), *users]
+
+
+def group_choices(group: str) -> list[str]:
+    """Names of the configs of a group, those of folders below it as ``folder/name``; hidden ones start with ``_``."""
+    names: list[str] = []
+    for root in _config_folders():
+        folder = root.joinpath(*group.split("/"))
+        for item in folder.iterdir() if folder.is_dir() else ():
+            if item.name.endswith(".yaml") and not item.name.startswith("_"):
+                names.append(item.name.removesuffix(".yaml"))
+            elif item.is_dir() and not item.name.startswith("_"):
+                names += [f"{item.name}/{name}" for name in group_choices(f"{group}/{item.name}")]
+    return sorted(set(names))
+
+
+def choices(*groups: str) -> str:
+    """The configs of some groups, a line each: Hydra's own list has those of the other commands too."""
+    return "\n".join(f"{group}: {', '.join(group_choices(group))}" for group in groups)
+
+
+def options(name: str) -> str:
+    """The options of a command or choice as they stand in its YAML, with the comments, which Hydra's own help drops."""
+    files = [root.joinpath(f"{name}.yaml") for root in _config_folders()]
+    text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
+    after_defaults = re.split(r"^defaults:\n(?:  .*\n)+", text, maxsplit=1, flags=re.MULTILINE)[-1]
+    shown = re.sub(r"^names:.*\Z", "", after_defaults, flags=re.MULTILINE | re.DOTALL).strip()
+    return shown.replace("$", "$$")  # Hydra fills in $CONFIG afterwards, and takes any other dollar for a mistake
+
+
+def watched_by_default(detectors: Container[str]) -> list[str]:
+    """Names of the chosen detectors that are watched during training."""
+    usual, others = ([name for name in names if name in detectors] for names in _WATCHED)
+    return usual or others[:1]
+
+
+def monitored(detectors: DictConfig, names: Sequence[str] | None) -> DictConfig:
+    """The nodes of ``detector=`` that ``monitor=`` names, for OODMonitor to complete with what the network has.
+
+    Raises:
+        ValueError: if a name is not among the chosen detectors.
+    """
+    if missing := [str(name) for name in names or () if name not in detectors]:
+        raise ValueError(
+            f"monitor names {', '.join(missing)}, which detector= does not choose. "
+            f"Chosen are: {', '.join(map(str, detectors))}."
+        )
+    nodes = {str(name): {**detectors[name], "_partial_": True} for name in names or ()}
+    return OmegaConf.create(nodes)
+
+
+def job_folder(overrides: str) -> str:
+    """Name of a job's folder in a sweep: its overrides as Hydra joins them, for example ``backbone=mlp,seed=0``.
+
+    Where they cannot be the name of one folder, being long or with separators: their start and a hash of all.
+    """
+    name = re.sub(r"[^\w.,=+\[\]{}~@-]", "-", overrides)
+    if name == overrides and 0 < len(name.encode()) <= _LONGEST and name.strip("."):
+        return name
+    start = name.encode()[:_LONGEST].decode(errors="ignore").strip(".") or "job"
+    return f"{start}-{hashlib.sha256(overrides.encode()).hexdigest()[:10]}"
+
+
+def compose_train(overrides: Sequence[str]) -> DictConfig:
+    """Compose the config of one run of ``rmd-train``, as typed after it, inside of another Hydra command."""
+    cfg = hydra.compose("train", overrides=list(overrides), return_hydra_config=True)
+    with open_dict(cfg):  # outside of its own job Hydra does not answer questions about its choices
+        cfg.names.update({name: cfg.hydra.runtime.choices[name] for name in ("benchmark", "backbone")})
+        del cfg.hydra
+    return cfg
+
+
+def repeatable(cfg: DictConfig, command: str) -> str:
+    """The config as text from which the run can be repeated: ``rmd-train --config-dir OUT --config-name config``.
+
+    References to the output folder stay references, so that the repetition writes to a folder of its own.
+    """
+    plain: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
+    plain.names = OmegaConf.to_container(cfg.names, resolve=True)  # known to Hydra only while it composes
+    return f"defaults:\n  - command@hydra: {command}\n  - _self_\n{OmegaConf.to_yaml(plain)}"
+
+
+class ReportCallback(Callback):
+    """Summarises a sweep when it ends, however it ends, and notes the reason of a job that failed early.
+
+    Neither ever makes a job or a sweep fail: a problem is one warning. ``metric`` is what the summary is of, and
+    ``reference`` the detector that the others are compared with.
+    """
+
+    def __init__(self, metric: str = "AUROC", reference: str = "rmd") -> None:
+        self.metric, self.reference = metric, reference
+        self._folder, self._started = Path(), 0
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Remember folder and time, and report at exit: Hydra calls no end if a job failed or the sweep was stopped."""
+        self._folder = Path(os.path.abspath(config.hydra.sweep.dir))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # the clock of the folder's file system: jobs may run on other machines, and others may be there from before
+        stamp = self._folder / ".started"
+        stamp.write_text(f"{os.getpid()}\n", encoding="utf-8")
+        self._started = stamp.stat().st_mtime_ns
+        atexit.register(self._report)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Report on all jobs."""
+        atexit.unregister(self._report)
+        self._report()
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Write why a job failed, if it failed before it could do so itself."""
+        if job_return.status is not JobStatus.FAILED:
+            return
+        from rmd_plugin.report.run import STATUS, RunFolder, describe_error
+
+        folder = RunFolder(config.hydra.runtime.output_dir)
+        if not folder.file(STATUS).is_file() or folder.read_status().state == "running":
+            # the property of this name raises the job's error instead of returning it
+            folder.finish("failed", describe_error(job_return._return_value))
+
+    def _report(self) -> None:
+        if not self._folder.is_dir():
+            return
+        # folders of this sweep's jobs, those that were finished before too: Hydra notes its overrides in every one
+        notes = {note.parents[1]: note.stat().st_mtime_ns for note in self._folder.rglob(".hydra/overrides.yaml")}
+        jobs = sorted((job for job, when in notes.items() if when >= self._started), key=notes.__getitem__)
+        try:
+            from rmd_plugin.app.report import report_runs
+
+            report_runs(jobs if notes else [self._folder], self._folder, metric=self.metric, reference=self.reference)
+        except Exception as problem:
+            log.warning("The sweep could not be summarised: %s", explain(problem))
+
+
+# -- the commands -----------------------------------------------------------------------------------------------------
 
 CONF = prepare_hydra()
-_make_record = logging.getLogRecordFactory()
 
 
-def _plain_record(*arguments: Any, **more: Any) -> logging.LogRecord:
-    """A record whose text, if it is ours, steers no terminal: it may hold names that somebody else gave."""
-    record = _make_record(*arguments, **more)
-    if record.name.startswith("rmd_plugin"):
-        record.msg, record.args = one_line(record.getMessage()), ()
-    return record
+def check_required(cfg: DictConfig) -> None:
+    """Refuse a config that leaves open what benchmark and backbone must be told, and data files with a mistake.
 
-
-@hydra.main(version_base="1.3", config_path=CONF, config_name="train")
-def _train(cfg: DictConfig) -> float | None:
-    logging.setLogRecordFactory(_plain_record)
-    with one_clear_error("rmd-train"):
-        from rmd_plugin.app.train import train
-
-        return train(cfg)
-
-
-@hydra.main(version_base="1.3", config_path=CONF, config_name="compare")
-def _compare(cfg: DictConfig) -> None:
-    logging.setLogRecordFactory(_plain_record)
-    with one_clear_error("rmd-compare"):
-        from rmd_plugin.app.compare import compare
-
-        compare(cfg)
-
-
-@hydra.main(version_base="1.3", config_path=CONF, config_name="fit")
-def _fit(cfg: DictConfig) -> None:
-    logging.setLogRecordFactory(_plain_record)
-    with one_clear_error("rmd-fit"):
-        from rmd_plugin.app.fit import fit
-
-        fit(cfg)
-
-
-def train() -> None:
-    """Train a backbone on a benchmark, watch and compare its detectors, write a report.
-
-    A job gives back its best validation accuracy, for sweepers that search. It does not depend on any OOD data.
+    Without importing torch.
     """
-    run_command(_train, "rmd-train")
+    # the number of input features is found from the data
+    missing = sorted(OmegaConf.missing_keys(cfg.benchmark) | OmegaConf.missing_keys(cfg.backbone))
+    if missing := [key for key in missing if key != "backbone.in_features"]:
+        group = missing[0].partition(".")[0]
+        raise ValueError(f"{group}={cfg.names[group]} needs {' and '.join(missing)}: give {missing[0]}=VALUE.")
+    from rmd_plugin.benchmarks.dataset_files import check_data
+
+    node: Any = OmegaConf.to_container(cfg.benchmark, resolve=True)
+    check_data(node)
 
 
-def compare() -> None:
-    """Compare detectors on a benchmark, from a checkpoint, a frozen backbone or a file of features.
+def take_run(cfg: DictConfig) -> None:
+    """Take over data, network and weights of the finished ``rmd-train`` or ``rmd-compare`` that ``run=`` names."""
+    run = Path(cfg.run)
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"run={run} is no folder of a run: there is no config.yaml in it.")
+    config: Any = OmegaConf.load(run / "config.yaml")
+    weights = run / "checkpoints" / f"{config.get('weights', 'best')}.ckpt"
+    with open_dict(cfg):
+        for name in ("benchmark", "backbone", "names", "seed", "limit_train", "limit_test", "checkpoint"):
+            if name in config:
+                cfg[name] = config[name]
+        if weights.is_file():
+            cfg.checkpoint = str(weights)
 
-    Nothing is given back to sweepers that search: the numbers are of test data, and nobody should tune on those.
-    """
-    run_command(_compare, "rmd-compare")
+
+def _command(name: str) -> Callable[[], None]:
+    """The entry point of a command: what ``rmd_plugin.app.NAME`` does with the config NAME."""
+
+    @hydra.main(version_base="1.3", config_path=CONF, config_name=name)
+    def job(cfg: DictConfig) -> Any:
+        with one_clear_error(f"rmd-{name}", job=True):
+            if cfg.get("run") is not None:
+                take_run(cfg)
+            check_required(cfg)
+            return getattr(import_module(f"rmd_plugin.app.{name}"), name)(cfg)
+
+    return lambda: run_command(job, f"rmd-{name}")
 
 
-def fit() -> None:
-    """Fit and calibrate one detector behind a network, and write both as a guard: one folder that can be deployed."""
-    run_command(_fit, "rmd-fit")
+#: trains a backbone, watches and compares its detectors; a job gives back the number of ``objective=`` to sweepers
+train = _command("train")
+#: compares detectors from a checkpoint, a frozen backbone or a file of features; gives sweepers nothing: nobody should
+#: tune on test data
+compare = _command("compare")
+#: fits and calibrates one detector behind a network, and writes both as a guard: one folder that can be deployed
+fit = _command("fit")
 
 
 def run_command(main: Callable[[], object], name: str) -> None:
-    """Run a Hydra command: what is wrong with its overrides is one sentence, and the current folder can be imported."""
-    protect_console()
+    """Run a Hydra command: what a user can fix is one sentence, and modules of the current folder can be imported."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # benchmarks, backbones and callbacks of the user's own, as for python script.py
-    with hydra_errors(name):
-        check_command_line()
-        main()
+    if "hydra/sweeper=optuna" in sys.argv and not any(word.startswith("hydra.sweeper.direction=") for word in sys.argv):
+        sys.argv.append("hydra.sweeper.direction=maximize")  # Optuna minimises; objective= is an accuracy or an AUROC
+    with one_clear_error(name):
+        for word in sys.argv:
+            for choice, (module, extra, package) in _PLUGINS.items():
+                if word.startswith(choice) and not _is_installed(f"hydra_plugins.{module}"):
+                    raise missing_extra(package, extra, needed_by=word)
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # or Hydra would print its own lines and end the program
+        # of no use in our help, where it takes half of the time
+        Hydra.format_config_groups = lambda *_, **__: ""  # type: ignore[method-assign]
+        try:
+            main()
+        finally:
+            if not _FULL_ERROR:
+                os.environ.pop("HYDRA_FULL_ERROR", None)
+
+
+@contextmanager
+def one_clear_error(name: str, *, job: bool = False) -> Iterator[None]:
+    """End the command with one sentence where options, data, weights or the disk are at fault.
+
+    Errors of other kinds are faults of the program and keep their traceback, as does everything under
+    ``HYDRA_FULL_ERROR=1``. An error of a job of a sweep goes to Hydra, which runs the other jobs first.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(130)  # what a shell expects of a program that was stopped, instead of a traceback
+    except Exception as error:
+        kinds = (HydraException, OmegaConfBaseException, OSError, ValueError, ImportError)
+        # by name: --help does not import Lightning
+        expected = isinstance(error, kinds) or type(error).__name__ == "MisconfigurationException"
+        sweep = job and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+        if not expected or _FULL_ERROR or sweep:
+            raise
+        print(f"{name}: {explain(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def explain(error: BaseException) -> str:
+    """An error in one line, without where OmegaConf was in its own structure."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(("full_key:", "object_type=")))

@@ -6,47 +6,52 @@ import logging
 from pathlib import Path
 from typing import Any, cast
 
+import pandas as pd  # type: ignore[import-untyped]
 import pytorch_lightning as pl
+import torch
+from hydra.utils import get_class
 from omegaconf import DictConfig
-from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
-from rmd_plugin.app.compare import check_required, console_width, untrained_remark
-from rmd_plugin.app.device import choose_device
-from rmd_plugin.app.errors import whole_number
-from rmd_plugin.app.fit_tables import train_moments
+from rmd_plugin.app.compare import compare_detectors
 from rmd_plugin.app.parts import (
-    check_backbone_takes,
+    choose_device,
     make_backbone,
     make_benchmark,
     make_detectors,
     make_extractor,
     run_names,
+    say_preprocessing,
+    untrained_remark,
 )
-from rmd_plugin.app.preprocessing import say_preprocessing
 from rmd_plugin.backbones.base import Backbone
-from rmd_plugin.backbones.transforms import exportable
+from rmd_plugin.backbones.small import Identity
+from rmd_plugin.backbones.transforms import ImageProcessor, ImageTransform, Tokenise
+from rmd_plugin.benchmarks import Embeddings
 from rmd_plugin.benchmarks.base import OODBenchmark
+from rmd_plugin.benchmarks.dataset_files import find_path, vector_files
+from rmd_plugin.compare.adapters import Factory, NetworkParts, NotSupported, build, detector_class
 from rmd_plugin.compare.comparison import Comparison
-from rmd_plugin.compare.comparison import compare as compare_detectors
-from rmd_plugin.compare.extraction import TEST, TRAIN, VAL, Extractor
-from rmd_plugin.compare.rows import ACCURACY, AUROC, DETECTED, FALSE_ALARMS, Row, at_level, select
+from rmd_plugin.compare.features import TEST, TRAIN, VAL, Extractor, head_logits
+from rmd_plugin.compare.metrics import compare_scores
+from rmd_plugin.compare.rows import ACCURACY, AUROC, DETECTED, FALSE_ALARMS, at_level, make_row, select, unique
+from rmd_plugin.detectors.conformal import Calibrated, bare, required_samples
+from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.guard.export import GuardGraph, require_onnx
 from rmd_plugin.guard.folder import check_target
 from rmd_plugin.guard.guard import Guard
-from rmd_plugin.report.provenance import current_command
-from rmd_plugin.report.table import to_terminal
-from rmd_plugin.report.tables import comparison_tables, decision_tables
+from rmd_plugin.report.run import current_command
+from rmd_plugin.report.tables import comparison_tables, decision_tables, print_tables
+from rmd_plugin.tables import check_on_moments, table_moments
 
 log = logging.getLogger(__name__)
 
 
 def fit(cfg: DictConfig) -> Guard:
     """Fit and calibrate the detector of a config, the composed ``conf/fit.yaml``, and write the guard to its folder."""
-    pl.seed_everything(whole_number(cfg.seed, "seed"), workers=True, verbose=False)
+    pl.seed_everything(cfg.seed, workers=True, verbose=False)
     logging.getLogger("pytorch_ood").setLevel(logging.WARNING)
     # all that can be wrong with the options is said before the data are read
-    check_required(cfg)
     detectors = make_detectors(cfg)
     if len(detectors) != 1:
         raise ValueError(f"a guard has one detector, got {', '.join(detectors)}. For example detector=fused.")
@@ -54,64 +59,166 @@ def fit(cfg: DictConfig) -> Guard:
     check_target(out)
     onnx = _wants_onnx(cfg.onnx)
     moments = {} if cfg.engine is None else {"moments": train_moments(cfg, *detectors.values())}
-    benchmark = make_benchmark(cfg, **moments)
-    backbone = make_backbone(cfg, benchmark, num_classes=benchmark.num_classes if cfg.head == "own" else None)
-    check_backbone_takes(cfg, backbone, benchmark)
+    benchmark, by_folds = _with_enough_to_calibrate(cfg, make_benchmark(cfg, **moments), moments)
+    backbone = make_backbone(cfg, benchmark)
     preprocessing = say_preprocessing(cfg, backbone, benchmark)
     _prepare_as_deployed(backbone, benchmark)
     extractor = make_extractor(cfg, benchmark, backbone, choose_device(str(cfg.device)))
     remark = untrained_remark(cfg, backbone)
     if remark:
         log.warning("%s: a guard of it is of little use.", remark[0].upper() + remark[1:])
-    names = run_names(cfg)
-    result = compare_detectors(
-        extractor,
-        detectors,
-        benchmark=names[0],
-        backbone=names[1],
-        seed=cfg.seed,
-        head=cfg.head,
-        resamples=0,
-        alpha=cfg.alpha,
-        remark=remark,
-    )
+    result = compare_detectors(cfg, extractor, resamples=0, remark=remark)
     if result.interrupted:
         raise KeyboardInterrupt
+    if by_folds:
+        calibrate_by_folds(cfg, extractor, result, *detectors.items())
     guard = make_guard(extractor, result, next(iter(detectors)))
     if onnx:
         GuardGraph(guard)  # a detector that cannot be exported is refused before anything is written
-    guard.about |= {
-        "command": current_command("rmd-fit"),
-        "seed": int(cfg.seed),
-        "preprocessing_in_words": preprocessing,
-    }
+    guard.about |= {"command": current_command("rmd-fit"), "seed": cfg.seed, "preprocessing_in_words": preprocessing}
     guard.save(out, onnx=onnx)
-    console = Console(width=console_width())
-    for table in comparison_tables(result.rows) + decision_tables(result.rows):
-        console.print(to_terminal(table, width=console.width))
+    print_tables(comparison_tables(result.rows) + decision_tables(result.rows))
     print(f"Guard: {out}")
     return guard
+
+
+def _with_enough_to_calibrate(
+    cfg: DictConfig, benchmark: OODBenchmark, moments: dict[str, Any]
+) -> tuple[OODBenchmark, bool]:
+    """The benchmark, with a larger share held out if alpha could not be met otherwise; and whether folds must serve.
+
+    Raises:
+        ValueError: if that is not possible either, with the number of samples that are missing.
+    """
+    needed, count, share = required_samples(cfg.alpha), len(benchmark.val_set()), cfg.benchmark.get("val_fraction")
+    if count < needed and share:
+        # a sample more for each class, whose shares are rounded
+        wider = share * (needed + benchmark.num_classes) / count
+        if wider <= 0.5:
+            words = "benchmark.val_fraction=%.3g in place of %g: alpha=%g needs %d held-out samples, there were %d."
+            log.warning(words, wider, share, cfg.alpha, needed, count)
+            benchmark = make_benchmark(cfg, val_fraction=wider, **moments)
+            count = len(benchmark.val_set())
+    if count >= needed:
+        return benchmark, False
+    total = count + len(benchmark.fit_set())
+    trained = cfg.checkpoint is not None or cfg.get("run") is not None or cfg.backbone.get("checkpoint") is not None
+    if trained or moments or total < needed:
+        why = "The network was trained on the data, so that folds of them cannot stand in. " if trained else ""
+        missing = needed - (count if trained or moments else total)
+        raise ValueError(
+            f"alpha={cfg.alpha:g} needs {needed} held-out samples to calibrate on, there are {count}: {missing} are "
+            f"missing. {why}Add data, or take a larger alpha."
+        )
+    log.warning(
+        "Calibrated by folds of the %d training samples (CV+), because alpha=%g needs %d held-out ones and there are "
+        "%d: at most %g of ID samples are flagged on average, if the encoder was not trained on these samples.",
+        *(total, cfg.alpha, needed, count, 2 * cfg.alpha),
+    )
+    return benchmark, True
+
+
+def calibrate_by_folds(cfg: DictConfig, extractor: Extractor, result: Comparison, named: tuple[str, Factory]) -> None:
+    """Put the detector, fitted and calibrated on all training samples by folds (CV+), and its numbers into a result.
+
+    It is built without the classifier, which has seen the labels of every fold.
+
+    Raises:
+        ValueError: if the detector cannot be calibrated this way, with the reason.
+    """
+    name, factory = named
+    samples = [extractor.features(split) for split in (TRAIN, VAL)]
+    z, y = torch.cat([part.features for part in samples]), torch.cat([part.labels for part in samples])
+    parts = NetworkParts(feature_dim=z.shape[1], num_classes=extractor.benchmark.num_classes, seed=cfg.seed)
+    try:
+        detector = Calibrated(build(factory, parts).detector, cfg.alpha).fit_calibrate_features(z, y, seed=cfg.seed)
+    except (NotSupported, TypeError) as error:
+        raise ValueError(f"there are too few held-out samples, and {name} cannot do without: {error}") from error
+    benchmark, backbone = run_names(cfg)
+    features = {split: extractor.features(split).features for split in (TEST, *extractor.distance)}
+    scorer: Any = bare(detector)
+    scores = {split: scorer.predict_features(values) for split, values in features.items()}
+    result.records = [row for row in result.records if row["detector"] != name]
+    for split, values in features.items():
+        distance: Any = extractor.distance.get(split, "")
+        metrics = {at_level(DETECTED, cfg.alpha): float(detector.is_ood_features(values).float().mean())}
+        if split == TEST:
+            metrics = {at_level(FALSE_ALARMS, cfg.alpha): metrics.popitem()[1]}
+        else:
+            metrics |= {metric: float(value) for metric, value in compare_scores(scores[TEST], scores[split]).items()}
+        ood = "" if split == TEST else split
+        reason = "calibrated by folds of the training samples, without the classifier" if split == TEST else ""
+        result.records += [
+            make_row(benchmark, ood, backbone, name, cfg.seed, metric, value, distance=distance, reason=reason)
+            for metric, value in metrics.items()
+        ]
+    result.detectors[name] = detector
+
+
+def train_moments(cfg: DictConfig, factory: Factory) -> Moments:
+    """Moments of the training table of ``benchmark=embeddings``, read by the workers of ``engine``, see docs/scale.md.
+
+    Raises:
+        ValueError: with the option that does not go with ``engine``, before any row is read; or if a file is bad.
+    """
+    node = cfg.benchmark
+    for group, kind in (("benchmark", Embeddings), ("backbone", Identity)):
+        if not issubclass(get_class(cfg[group]._target_), kind):
+            raise ValueError(
+                f"engine= reads tables of features: benchmark=embeddings with backbone=identity, got {group}="
+                f"{cfg.names[group]}. Leave engine= out."
+            )
+    check_on_moments(detector_class(factory) or type(factory))
+    detector = build(factory, NetworkParts(seed=cfg.seed)).detector
+    in_memory = {
+        "detector.NAME.normalize=true": getattr(detector, "normalize", False),
+        "head=linear_probe": cfg.head == "linear_probe",
+        "limit_train=": node.limit_train is not None,
+        "benchmark.features=null or benchmark.labels=null": node.features is None or node.labels is None,
+    }
+    if wrong := [option for option, is_set in in_memory.items() if is_set]:
+        raise ValueError(f"{wrong[0]} needs the training rows in memory, of which engine= keeps the moments alone.")
+    path = find_path(node.path, node.data_dir, "file or folder of embeddings")
+    tables = vector_files(path, node.labels, node.split)
+    if not {TRAIN, VAL, TEST} <= tables.keys():
+        raise ValueError(
+            f"{path}: engine= needs a table for each split, train, val and test, a folder of Parquet files or one file "
+            f"each; there are {', '.join(tables) or 'none of them'}."
+        )
+    moments = table_moments(detector, tables[TRAIN], node.features, node.labels, cfg.engine, cfg.num_workers or None)
+    if missing := (moments.counts == 0).nonzero().flatten().tolist():
+        raise ValueError(
+            f"{tables[TRAIN]} has no row of class {missing[0]}; with engine= the labels are numbers 0 to K - 1. "
+            "Renumber them, or leave engine= out."
+        )
+    return moments
 
 
 def _wants_onnx(wanted: object) -> bool:
     """Whether to write ``model.onnx``: as the config says, or with ``auto`` if the packages are there."""
     if wanted not in (True, False, "auto"):
         raise ValueError(f"onnx must be true, false or auto, got {wanted!r}.")
-    if wanted:
-        try:
+    try:
+        if wanted:
             require_onnx()
-        except ImportError as error:
-            if wanted != "auto":
-                raise
-            log.warning("model.onnx is left out: %s.", error)
-            return False
+    except ImportError as error:
+        if wanted != "auto":
+            raise
+        log.warning("model.onnx is left out: %s.", error)
+        return False
     return bool(wanted)
 
 
 def _prepare_as_deployed(backbone: Backbone, benchmark: OODBenchmark) -> None:
     """Let the detector see raw items prepared as the guard will prepare them; refuse what a guard cannot hold."""
     if not isinstance(benchmark.test_in.raw(0), Tensor):
-        backbone.test_transform = exportable(backbone.test_transform or benchmark.test_transform)
+        transform = backbone.test_transform or benchmark.test_transform
+        if not isinstance(transform, (ImageTransform, ImageProcessor, Tokenise)):
+            raise ValueError(
+                f"a guard cannot hold the preprocessing {' '.join(repr(transform).split())}. Give one that it can: "
+                "+backbone.transform._target_=rmd_plugin.backbones.ImageTransform and its options."
+            )
+        backbone.test_transform = transform
 
 
 def make_guard(extractor: Extractor, result: Comparison, name: str) -> Guard:
@@ -120,50 +227,42 @@ def make_guard(extractor: Extractor, result: Comparison, name: str) -> Guard:
     Raises:
         ValueError: if that detector failed, or could not be calibrated; the message says why.
     """
-    detector = result.detectors.get(name)
-    failed = [row.reason for row in result.rows if row.detector == name and not row.ok]
+    detector, rows = result.detectors.get(name), select(result.rows, detector=name)
     if detector is None or detector.calibration is None:
-        raise ValueError(f"{name} cannot be made a guard: {'; '.join(failed) or 'it was not calibrated'}.")
-    detector.threshold()  # refuses too few calibration samples
-    backbone, benchmark = cast(Backbone, extractor.backbone), extractor.benchmark
+        reasons = rows.loc[rows["status"] != "ok", "reason"]
+        raise ValueError(f"{name} cannot be made a guard: {'; '.join(reasons) or 'it was not calibrated'}.")
     if result.classifier is None:
         raise ValueError("a guard needs a classifier: head=auto, own, linear_probe or linear_discriminant.")
+    backbone, benchmark = cast(Backbone, extractor.backbone), extractor.benchmark
     backbone.head, backbone.head_loaded = result.classifier, True
     sample = cast(Any, extractor.dataset(TEST))[0][0]
     sizes = {split: len(extractor.features(split).labels) for split in (TRAIN, VAL, TEST)}
     if extractor.moments is not None:
         sizes[TRAIN] = extractor.moments.num_samples
-    classes = benchmark.class_names or [str(label) for label in range(benchmark.num_classes)]
+    val = extractor.features(VAL)
+    right = head_logits(result.classifier, val.features).argmax(1) == val.labels
     return Guard(
         backbone,
         detector,
-        classes,
+        benchmark.class_names or [str(label) for label in range(benchmark.num_classes)],
         transform=backbone.test_transform,
         input_shape=tuple(sample.shape),
         about={
-            "benchmark": result.rows[0].benchmark,
+            "benchmark": rows["benchmark"].iloc[0],
             "head": result.head,
             "data": {f"{split} samples": size for split, size in sizes.items()},
-            "remarks": list(dict.fromkeys(row.reason for row in result.rows if row.detector == name and row.reason)),
-            "metrics": _metrics(extractor, result.rows, result.classifier, name, detector.alpha),
+            "remarks": unique(rows, "reason"),
+            "metrics": {
+                "accuracy on the validation data": float(right.float().mean()),
+                **_metrics(select(result.rows, metric=ACCURACY), "accuracy on the test data"),
+                **_metrics(select(rows, metric=at_level(FALSE_ALARMS, detector.alpha)), "flagged of the test data"),
+                **_metrics(select(rows, metric=AUROC, status="ok"), "AUROC of the OOD set "),
+                **_metrics(select(rows, metric=at_level(DETECTED, detector.alpha)), "flagged of the OOD set "),
+            },
         },
     )
 
 
-def _metrics(
-    extractor: Extractor, rows: list[Row], head: nn.Linear, name: str, alpha: float
-) -> dict[str, float | None]:
-    """What was measured, in words: on the validation data, and on the test and OOD data if there are any."""
-    val = extractor.features(VAL)
-    right = head(val.features.to(head.weight)).argmax(1).cpu() == val.labels
-    found: dict[str, float | None] = {"accuracy on the validation data": float(right.float().mean())}
-    own = [row for row in rows if row.detector == name and row.ok]
-    for row in select(rows, metric=ACCURACY):
-        found["accuracy on the test data"] = row.value if row.ok else None
-    for row in select(own, metric=at_level(FALSE_ALARMS, alpha)):
-        found["flagged of the test data"] = row.value
-    for row in select(own, metric=AUROC):
-        found[f"AUROC of the OOD set {row.ood}"] = row.value
-    for row in select(own, metric=at_level(DETECTED, alpha)):
-        found[f"flagged of the OOD set {row.ood}"] = row.value
-    return found
+def _metrics(rows: pd.DataFrame, words: str) -> dict[str, float | None]:
+    """What was measured, in words."""
+    return {f"{words}{row.ood}": row.value if row.status == "ok" else None for row in rows.itertuples()}

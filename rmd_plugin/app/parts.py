@@ -1,11 +1,9 @@
-"""Config -> benchmark, backbone, detectors, callbacks and loggers that fit each other."""
+"""Config -> device, benchmark, backbone, detectors and extractor that fit each other; how items are prepared."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,19 +11,15 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.callbacks import Callback, Checkpoint, ModelSummary, ProgressBar
-from pytorch_lightning.loggers import Logger
 from torch import Tensor, nn
 
-from rmd_plugin.app.last_checkpoint import LastCheckpoint
 from rmd_plugin.backbones.base import Backbone, as_backbone
 from rmd_plugin.backbones.small import Identity
-from rmd_plugin.backbones.transforms import ImageTransform
-from rmd_plugin.benchmarks.base import OODBenchmark, as_benchmark
-from rmd_plugin.compare.building import Factory
-from rmd_plugin.compare.cache import FeatureCache
-from rmd_plugin.compare.extraction import Extractor
-from rmd_plugin.encoding.isolation import evaluating
+from rmd_plugin.backbones.transforms import NOT_LOADED, ImageTransform
+from rmd_plugin.benchmarks import OODBenchmark, as_benchmark
+from rmd_plugin.compare.adapters import Factory
+from rmd_plugin.compare.features import Extractor, FeatureCache
+from rmd_plugin.detectors.detectors import evaluating
 
 log = logging.getLogger(__name__)
 
@@ -51,105 +45,78 @@ def make_benchmark(cfg: DictConfig, **changes: Any) -> OODBenchmark:
     if wanted is not None and "encoding" in node:
         node = OmegaConf.merge(node, {"encoding": wanted})
     try:
-        made = build(node, _partial_=True)(**changes) if changes else build(node)  # Hydra would read into the objects
-        return as_benchmark(made, seed=cfg.seed)
+        # partial: Hydra would read into the objects
+        benchmark = build(node, _partial_=True)(**changes) if changes else build(node)
+        return as_benchmark(benchmark, seed=cfg.seed)
     except TypeError as error:
         raise ValueError(f"benchmark={cfg.names.benchmark}: {error}") from error
 
 
-def make_backbone(cfg: DictConfig, benchmark: OODBenchmark, *, num_classes: int | None = None) -> Backbone:
-    """The backbone of a config, a missing input size taken from the first sample of the benchmark.
+def make_backbone(cfg: DictConfig, benchmark: OODBenchmark) -> Backbone:
+    """The backbone of a config, a missing input size taken from the first sample of the benchmark, which it encodes.
 
     Pictures of any size, which a network for tensors could not take, are resized to 32 pixels unless the config says.
-    ``num_classes`` is for a new head, where the config does not say; None leaves the head to the checkpoint.
+    It gets a new head if it is to be trained, or with ``head=own``, where the checkpoint brings none.
+
+    Raises:
+        ValueError: if the backbone is for other data, with both names, what the sample is, and what would take it.
     """
-    node, changes = cfg.backbone, {}
+    node, changes, split = cfg.backbone, {}, benchmark.fit_set()
     undecided = [str(name) for name in node if name in _FROM_SAMPLE and node.get(name) is None]
+    sample: Any = split[0][0]
     if undecided:
-        sample: object = benchmark.train_set()[0][0]
-        if hasattr(sample, "convert") and "image_size" in node and not _has_transform(node):
-            node = OmegaConf.merge(node, {"image_size": _PICTURE_SIZE})
+        has_transform = any(node.get(name) is not None for name in ("image_size", "mean", "std", "transform"))
+        if hasattr(sample, "convert") and "image_size" in node and not has_transform:
+            node, has_transform = OmegaConf.merge(node, {"image_size": _PICTURE_SIZE}), True
             log.info("backbone.image_size=%d: the pictures are of any size.", _PICTURE_SIZE)
-        if "image_size" in node and _has_transform(node):
-            sample = _prepared_sample(node, benchmark)
+        if "image_size" in node and has_transform:  # as a network without weights of its own is going to get it
+            own = node.get("transform") and build(node.transform)
+            sample = split.with_transform(own or ImageTransform(node.image_size, (0.0,) * 3, (1.0,) * 3))[0][0]
         if isinstance(sample, Tensor):
             # merged, not passed on: Hydra refuses a config with a missing value even if it is given beside it
             node = OmegaConf.merge(node, {name: _FROM_SAMPLE[name](sample) for name in undecided})
         elif OmegaConf.is_missing(node, "in_features") or "in_channels" in undecided:  # the identity can do without
             raise ValueError(_misfit(cfg, sample))
     # a module of the user's own may take neither
-    if num_classes is not None and "num_classes" in node and node.num_classes is None:
-        changes["num_classes"] = num_classes
+    if (cfg.get("train") or cfg.head == "own") and "num_classes" in node and node.num_classes is None:
+        changes["num_classes"] = benchmark.num_classes
     if cfg.get("checkpoint") is not None:
         changes["checkpoint"] = cfg.checkpoint
     backbone = as_backbone(build(node, **changes))
     head = getattr(benchmark, "head", None)
     if isinstance(head, nn.Linear) and isinstance(backbone, Identity) and not backbone.head_loaded:
         backbone.head, backbone.head_loaded = head, True  # the classifier that came with the features
-    return backbone
-
-
-def _has_transform(node: DictConfig) -> bool:
-    return any(node.get(name) is not None for name in ("image_size", "mean", "std", "transform"))
-
-
-def _prepared_sample(node: DictConfig, benchmark: OODBenchmark) -> object:
-    """The first sample, as a network without weights of its own is going to get it."""
-    if node.get("transform") is not None:
-        transform = build(node.transform)
-    else:
-        transform = ImageTransform(node.image_size, (0.0,) * 3, (1.0,) * 3)
-    return benchmark.fit_set().with_transform(transform)[0][0]
-
-
-def check_backbone_takes(cfg: DictConfig, backbone: Backbone, benchmark: OODBenchmark) -> None:
-    """Encode one sample, so that a backbone for other data is refused before anything is trained or compared.
-
-    Raises:
-        ValueError: with both names, what the sample is, and what would take it.
-    """
-    split, transform = benchmark.fit_set(), backbone.test_transform
-    sample: Any = split[0][0]
     try:
-        if transform is not None:
-            sample = split.with_transform(transform)[0][0]
+        sample = (split if backbone.test_transform is None else split.with_transform(backbone.test_transform))[0][0]
         like = next(backbone.encoder.parameters(), sample)
         with evaluating(backbone.encoder), torch.no_grad():
             backbone.encoder(sample.unsqueeze(0).to(like.device))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(_misfit(cfg, sample)) from error
+    return backbone
 
 
 def _misfit(cfg: DictConfig, sample: object) -> str:
-    what, fits = type(sample).__name__, "bert" if isinstance(sample, str) else "another backbone"
+    kind, fits = type(sample).__name__, "bert" if isinstance(sample, str) else "another backbone"
     if hasattr(sample, "convert"):
-        what, fits = "pictures", "small_cnn, efficientnet_lite0, timm or torchvision"
+        kind, fits = "pictures", "small_cnn, efficientnet_lite0, timm or torchvision"
     if isinstance(sample, Tensor):
-        what, fits = f"{sample.dtype} of shape {tuple(sample.shape)}", "mlp or small_cnn"
+        kind, fits = f"{sample.dtype} of shape {tuple(sample.shape)}", "mlp or small_cnn"
     return (
         f"backbone={cfg.names.backbone} cannot take the samples of benchmark={cfg.names.benchmark}, which are "
-        f"{what.removeprefix('torch.')}. Choose backbone={fits}, or set the options of the backbone to this input."
+        f"{kind.removeprefix('torch.')}. Choose backbone={fits}, or set the options of the backbone to this input."
     )
 
 
 def make_detectors(cfg: DictConfig) -> dict[str, Factory]:
-    """Detectors of a config by name, each a partial that :mod:`rmd_plugin.compare.building` completes."""
-    nodes = cfg.get("detector") or {}
-    if not nodes:
+    """Detectors of a config by name, each a partial that :mod:`rmd_plugin.compare.adapters` completes."""
+    if not cfg.get("detector"):
         raise ValueError("no detector is chosen: detector=all, detector=paper, or detector=[rmd,mahalanobis].")
-    made: dict[str, Factory] = {}
-    for name, node in nodes.items():
-        options: Any = OmegaConf.to_object(node)
-        plain = {key: value for key, value in options.items() if key not in ("_target_", "_partial_", "_convert_")}
-        inner = {key: value for key, value in plain.items() if isinstance(value, dict) and "_target_" in value}
-        plain |= {key: instantiate(value) for key, value in inner.items()}
-        made[str(name)] = functools.partial(get_class(node._target_), **plain)
-    return made
+    return {str(name): build(node, _partial_=True, _convert_="all") for name, node in cfg.detector.items()}
 
 
 def make_extractor(cfg: DictConfig, benchmark: OODBenchmark, backbone: Backbone, device: torch.device) -> Extractor:
     """The benchmark behind the backbone, with the cache of the config."""
-    name, network = run_names(cfg)
     return Extractor(
         benchmark,
         backbone,
@@ -157,34 +124,8 @@ def make_extractor(cfg: DictConfig, benchmark: OODBenchmark, backbone: Backbone,
         batch_size=cfg.batch_size,
         num_workers=cfg.num_workers,
         device=device,
-        names={"benchmark": name, "backbone": network},
-        progress=bool(cfg.get("progress", True)) and sys.stderr.isatty(),
+        progress=bool(cfg.get("progress", True)),
     )
-
-
-def make_callbacks(cfg: DictConfig) -> list[Callback]:
-    """The callbacks of ``callbacks=``, the one to resume by first; what the trainer's switches turn off is left out."""
-    checkpoints = Checkpoint, LastCheckpoint
-    switches = {"progress_bar": (ProgressBar,), "model_summary": (ModelSummary,), "checkpointing": checkpoints}
-    disabled = [kinds for name, kinds in switches.items() if cfg.trainer.get(f"enable_{name}") is False]
-    off = tuple(kind for kinds in disabled for kind in kinds)
-    made = []
-    for name, node in (cfg.get("callbacks") or {}).items():
-        if node is None or (name == "ood_monitor" and not node.detectors):  # monitor=[] watches none
-            continue
-        if not isinstance(node, DictConfig) or "_target_" not in node:
-            raise ValueError(f"callbacks.{name} needs a class: +callbacks.{name}._target_=package.Class.")
-        callback = build(node)
-        if not isinstance(callback, Callback):
-            raise ValueError(f"callbacks.{name} is a {type(callback).__name__}, expected a Lightning Callback.")
-        if not isinstance(callback, off):
-            made.append(callback)
-    return sorted(made, key=lambda callback: not isinstance(callback, LastCheckpoint))
-
-
-def make_loggers(cfg: DictConfig) -> list[Logger]:
-    """The loggers of ``logger=``."""
-    return [build(node) for node in (cfg.get("logger") or {}).values() if node is not None]
 
 
 def run_names(cfg: DictConfig) -> tuple[str, str]:
@@ -201,12 +142,6 @@ def run_names(cfg: DictConfig) -> tuple[str, str]:
     return benchmark, backbone
 
 
-def about(cfg: DictConfig) -> dict[str, str | int]:
-    """What a run is, for the status of its folder."""
-    benchmark, backbone = run_names(cfg)
-    return {"benchmark": benchmark, "backbone": backbone, "seed": int(cfg.seed)}
-
-
 def build(node: DictConfig, **changes: Any) -> Any:
     """Instantiate a node with changed options, and let errors through as they are: Hydra wraps them in two lines."""
     try:
@@ -218,3 +153,71 @@ def build(node: DictConfig, **changes: Any) -> Any:
         if isinstance(cause, TypeError):  # a value of the wrong type, or an option that there is not
             raise ValueError(f"{node._target_} cannot be made of its options: {cause}.") from cause
         raise cause from None
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of a config; ``auto`` takes the accelerator if there is one.
+
+    Raises:
+        ValueError: if there is no such device here.
+    """
+    if wanted == "auto":
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return accelerator or torch.device("cpu")
+    try:
+        return torch.empty(0, device=wanted).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={wanted} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def untrained_remark(cfg: DictConfig, backbone: Backbone) -> str:
+    """That the encoder is untrained, if it is; else nothing. Features of the user's own come without one."""
+    node = cfg.backbone
+    trained = node.get("pretrained", False) or (cfg.checkpoint or node.get("checkpoint")) is not None
+    has_weights = next(backbone.encoder.parameters(), None) is not None
+    return "the encoder is untrained: checkpoint=FILE loads a trained one" if has_weights and not trained else ""
+
+
+def say_preprocessing(cfg: DictConfig, backbone: Backbone, benchmark: OODBenchmark) -> str:
+    """Log how items are prepared and where that came from, and warn where it may not be what the weights want.
+
+    Returns:
+        The same sentence, for the run folder.
+
+    Raises:
+        ValueError: if the user gave a preprocessing that would not be used.
+    """
+    split, own = benchmark.fit_set(), backbone.test_transform
+    # tensors from a transform of the data set's own, which no other one is put in front of
+    prepared = split.source.transformed and isinstance(split.raw(0), Tensor)
+    of_benchmark = [name for name in ("train_transform", "test_transform") if cfg.benchmark.get(name) is not None]
+    of_backbone = [name for name in ("transform", "mean", "std") if cfg.backbone.get(name) is not None]
+    if of_benchmark and own is not None:
+        raise ValueError(
+            f"benchmark.{of_benchmark[0]} would not be used: backbone={cfg.names.backbone} brings its own "
+            "preprocessing. Give it to the backbone: +backbone.transform._target_=package.Class, or "
+            "backbone.mean=[...] backbone.std=[...]."
+        )
+    if of_backbone and prepared:
+        raise ValueError(
+            f"backbone.{of_backbone[0]} would not be used: the items of benchmark={cfg.names.benchmark} are tensors "
+            "that its own transform made. Let it give pictures (no transform), or prepare them there alone."
+        )
+    if own is not None and not prepared:
+        origins = backbone.origins or {"transform": f"the backbone {type(backbone).__name__}"}
+        text = f"{own}: {', '.join(f'{part} from {origin}' for part, origin in origins.items())}"
+    elif split.transform is None:
+        text = "none: items are taken as they are"
+    else:
+        text = f"{split.transform}: " + ("transform from the config" if of_benchmark else "the benchmark's own")
+    text = " ".join(text.split())
+    log.info("Preprocessing: %s.", text)
+    checkpoint, trained = cfg.checkpoint or cfg.backbone.get("checkpoint"), backbone.trained_transform
+    if isinstance(own, ImageTransform) and trained not in (None, repr(own)):
+        log.warning("The checkpoint was trained behind %s, which is not what is used.", trained)
+    elif checkpoint is not None and trained is None and NOT_LOADED in map(backbone.origins.get, ("mean", "std")):
+        log.warning(
+            "%s is normalised by %s, since it does not say how it was trained. If it was trained otherwise, say how: "
+            "backbone.mean=[...] backbone.std=[...].", checkpoint, NOT_LOADED,
+        )  # fmt: skip
+    return text

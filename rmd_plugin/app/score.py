@@ -1,109 +1,98 @@
-"""``rmd-score GUARD INPUT...``: what a guard says about pictures, texts or features. Imports what it needs late."""
+"""Score pictures, texts or features with a guard that rmd-fit has written: which of them does it not know?
 
+  rmd-score guard photos_new/
+  rmd-score guard photos_new/ out=scores resume=true num_workers=4
+  rmd-score guard new.csv text=question alpha=0.01 --fail-on-ood
+  rmd-score guard photos_today/ watch=alarm.safetensors
+  rmd-score guard embeddings/ features=vector id=url
+  rmd-score guard embeddings/ features=vector engine=ray out=scores
+
+INPUT: a folder of pictures, pictures, a .txt list or a CSV (column path) of paths relative to it; for texts
+CSV, JSONL or Parquet; for features Parquet or .npy. A folder of Parquet files is one table.
+
+options:
+  out=FOLDER     of the results; must be empty (default: outputs/score/TIME)
+  resume=true    go on in out=FOLDER behind what was scored before
+  alpha=         share of false alarms (default: the guard's)
+  batch_size=    items judged together (default: 64)
+  num_workers=   processes that read and prepare items (default: 0, none)
+  device=        cpu, cuda, ... (default: auto)
+  text=          column of the texts in CSV, JSONL, Parquet (default: text)
+  features=      column of the features in Parquet (default: embedding)
+  id=            column that names the rows (default: FILE:ROW, from 0 on)
+  watch=STATE    drift alarm over all runs with this file, which is made if it is not there; level= (default: 0.01) is
+                 the chance of ever raising a false one, or every= the mean number of items between two
+  engine=        local or ray: tables of features of any size, a file of scores for each; goes on in out=FOLDER
+
+writes to out: scores.parquet and scores.csv (path or id, score, p_value, is_ood, class, nearest_class, reason) and
+report.html. A file that cannot be read is a row with its reason. Ctrl-C leaves what was scored.
+
+exit codes: 0 done; 1 an error; 2 words that are not understood; 3 with --fail-on-ood, if anything was flagged,
+or with watch=, if the stream has changed; 130 after Ctrl-C
+"""
+
+# what is needed is imported late, so that mistakes and --help do not wait for torch
 from __future__ import annotations
 
 import argparse
 import math
 import os
-import re
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rmd_plugin.app.console import protect_console
-from rmd_plugin.untrusted import one_line
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 if TYPE_CHECKING:
-    from rmd_plugin.guard.inputs import Inputs
-    from rmd_plugin.guard.scoring import Progress
-    from rmd_plugin.report.document import Picture
-    from rmd_plugin.report.score_page import Histogram
-    from rmd_plugin.report.score_summary import ScoreSummary
+    from rmd_plugin.detectors.conformal import Calibrated
 
-#: name -> what it does, for the help
-_OPTIONS = {
-    "out": "folder of the results; must be empty (default: outputs/score/TIME)",
-    "resume": "true: go on in out=FOLDER behind what was scored before",
-    "alpha": "share of false alarms (default: the guard's)",
-    "batch_size": "items judged together (default: 64)",
-    "num_workers": "processes that read and prepare items (default: 0, none)",
-    "device": "cpu, cuda, ... (default: auto)",
-    "text": "column of the texts in CSV, JSONL, Parquet (default: text)",
-    "features": "column of the features in Parquet (default: embedding)",
-    "id": "column that names the rows (default: FILE:ROW, from 0 on)",
-    "engine": "local or ray: Parquet features of any size, a file of scores for each; goes on in out=FOLDER",
-}
-_NAMES_SHOWN = 5
+
+@dataclass
+class Options:
+    """The options of the command, ``name=value``."""
+
+    out: str | None = None
+    resume: bool = False
+    alpha: float | None = None
+    batch_size: int = 64
+    num_workers: int = 0
+    device: str = "auto"
+    text: str | None = None
+    features: str | None = None
+    id: str | None = None
+    engine: str | None = None
+    watch: str | None = None
+    level: float = 0.01
+    every: int | None = None
+
+
+#: those that mean the same with engine=
+_TABLE_OPTIONS = ("out", "engine", "features", "num_workers", "alpha")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit code."""
-    protect_console()
     words = _parser().parse_intermixed_args(arguments)
+    chosen = [word for word in words.inputs if "=" in word and not os.path.lexists(word)]
+    paths = [word for word in words.inputs if word not in chosen]
     try:
-        places, options = _split_words(words.words)
-        return _score(words.guard, places, options, fail_on_ood=words.fail_on_ood)
-    except (OSError, ValueError, ImportError) as error:
-        from rmd_plugin.app.errors import explain  # with Hydra, which takes a moment
-
-        print(one_line(f"rmd-score: {explain(error)}"), file=sys.stderr)
+        config = OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_dotlist(chosen))
+        options: Any = OmegaConf.to_object(config)
+        if not paths or options.batch_size < 1 or options.num_workers < 0:
+            raise ValueError("something to score, batch_size >= 1 and num_workers >= 0 are expected.")
+        if options.resume and options.out is None:
+            raise ValueError("resume=true needs out=FOLDER, the folder to go on in.")
+        options.out = options.out or time.strftime("outputs/score/%Y-%m-%d_%H-%M-%S")
+        return (_score if options.engine is None else _score_tables)(words.guard, paths, options, words.fail_on_ood)
+    except (OSError, ValueError, ImportError, OmegaConfBaseException) as error:
+        print(f"rmd-score: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def _score(guard_path: str, places: Sequence[str], options: Mapping[str, str], *, fail_on_ood: bool) -> int:
-    settings = _read_options(options)
-    place = options.get("out") or time.strftime("outputs/score/%Y-%m-%d_%H-%M-%S")
-    out = Path(place)
-
-    from rmd_plugin.app.device import choose_device
-    from rmd_plugin.guard.guard import Guard
-    from rmd_plugin.guard.inputs import Inputs
-    from rmd_plugin.guard.score_folder import REPORT, SCORES
-    from rmd_plugin.guard.scoring import score_items
-    from rmd_plugin.report.score_page import ScoringRun, write_scores_page
-    from rmd_plugin.report.score_summary import summarise_scores
-
-    if "engine" in options:
-        from rmd_plugin.app.score_tables import score_tables
-
-        flagged = score_tables(
-            Guard.load(guard_path),
-            places,
-            place,
-            options,
-            alpha=settings["alpha"],
-            workers=settings.get("num_workers", 0),
-        )
-        return 3 if fail_on_ood and flagged else 0
-    guard = Guard.load(guard_path, device=choose_device(options.get("device", "auto")))
-    alpha = guard.alpha if settings["alpha"] is None else settings["alpha"]
-    threshold = guard.threshold_at(alpha)  # refuses one that is too small for the calibration samples
-    columns = {name: options[name] for name in ("text", "features", "id") if name in options}
-    inputs = Inputs(places, guard.kind, **columns)
-    progress = score_items(guard, inputs, out, **settings, say=lambda text: print(one_line(text), file=sys.stderr))
-    drawn = threshold if isinstance(threshold, float) else None  # not one for each class
-    summary = summarise_scores(out / SCORES, threshold=drawn)
-    run = ScoringRun(
-        guard=os.path.basename(os.path.normpath(guard_path)),
-        inputs=places,
-        alpha=alpha,
-        threshold=drawn,
-        reference=_reference(guard.about),
-        total=progress.total,
-        interrupted=progress.interrupted,
-    )
-    write_scores_page(out / REPORT, summary, run, lambda names: _previews(inputs, names))
-    _show(summary, progress, alpha, out)
-    if progress.interrupted:
-        return 130
-    return 3 if fail_on_ood and summary.flagged else 0
-
-
-# -- words ------------------------------------------------------------------------------------------------------------
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,145 +100,144 @@ def _parser() -> argparse.ArgumentParser:
         prog="rmd-score",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="rmd-score GUARD INPUT [INPUT ...] [option=value ...] [--fail-on-ood]",
-        description="Score pictures, texts or features with a guard that rmd-fit has written: which of them does it "
-        "not know?\n\n"
-        "  rmd-score guard photos_new/\n"
-        "  rmd-score guard photos_new/ out=scores resume=true num_workers=4\n"
-        "  rmd-score guard new.csv text=question alpha=0.01 --fail-on-ood\n"
-        "  rmd-score guard embeddings/ features=vector id=url\n"
-        "  rmd-score guard embeddings/ features=vector engine=ray out=scores\n\n"
-        "INPUT: a folder of pictures, pictures, a .txt list or a CSV (column path) of paths relative to it; for texts\n"
-        "CSV, JSONL or Parquet; for features Parquet or .npy. A folder of Parquet files is one table.",
-        epilog="options:\n"
-        + "\n".join(f"  {name + '=':<13} {text}" for name, text in _OPTIONS.items())
-        + "\n\nwrites to out: scores.parquet and scores.csv (path or id, score, p_value, is_ood, class,\n"
-        "nearest_class, reason) and report.html. A file that cannot be read is a row with its reason. Ctrl-C leaves\n"
-        "what was scored.\n\n"
-        "exit codes: 0 done; 1 an error; 2 words that are not understood; 3 with --fail-on-ood, if anything was\n"
-        "flagged; 130 after Ctrl-C",
+        description=__doc__,
     )
     parser.add_argument("guard", metavar="GUARD", help="folder that rmd-fit has written")
-    parser.add_argument("words", nargs="+", metavar="INPUT", help="what to score, and options")
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="what to score, and options")
     parser.add_argument("--fail-on-ood", action="store_true", help="end with exit code 3 if anything was flagged")
     return parser
 
 
-def _split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Inputs and options; a file whose name looks like an option that there is not is an input."""
-    places: list[str] = []
-    options: dict[str, str] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if equals and name in _OPTIONS:
-            if name in options:
-                raise ValueError(f"{name}= is given twice.")
-            if not value:
-                raise ValueError(f"{name}= has no value. Give {name}=VALUE or leave it out.")
-            options[name] = value
-        elif equals and re.fullmatch(r"[A-Za-z_]+", name) and not os.path.lexists(word):
-            from rmd_plugin.app.errors import closest
+def _score(guard_path: str, paths: Sequence[str], options: Options, fail_on_ood: bool) -> int:
+    from rmd_plugin.guard import read_about
+    from rmd_plugin.guard.score import REPORT, SCORES, TABLE, Inputs, score_items
 
-            hint = closest(name, _OPTIONS) or f" There are: {', '.join(_OPTIONS)}."
-            raise ValueError(f"there is no option {name}.{hint}")
-        else:
-            places.append(word)
-    if not places:
-        raise ValueError("nothing to score is given: rmd-score GUARD INPUT [INPUT ...].")
-    return places, options
+    # all that can be wrong with paths and columns is said before torch is imported
+    kind, out = read_about(Path(guard_path))["kind"], Path(str(options.out))
+    for name, of in (("text", "texts"), ("features", "features")):
+        if getattr(options, name) is not None and kind != of:
+            raise ValueError(f"{name}= is for a guard of {of}; this one judges {kind}.")
+    inputs = Inputs(paths, kind, options.text or options.features, options.id)
+    if inputs.left_out:
+        count, example = len(inputs.left_out), inputs.left_out[0]
+        print(f"{count} files are left out: they are no {kind} by their ending, such as {example}", file=sys.stderr)
 
+    from rmd_plugin.app.parts import choose_device
+    from rmd_plugin.guard.guard import Guard
+    from rmd_plugin.report.page import ScoringRun, number, picture, share, summarise_scores, write_scores_page
 
-def _read_options(options: Mapping[str, str]) -> dict[str, Any]:
-    """The options of :func:`rmd_plugin.guard.scoring.score_items`, as what they are."""
-    found: dict[str, Any] = {"alpha": None, "resume": False}
-    if "alpha" in options:
-        try:
-            found["alpha"] = float(options["alpha"])
-        except ValueError:
-            found["alpha"] = math.nan
-        if not 0 < found["alpha"] < 1:
-            raise ValueError(f"alpha must be a number between 0 and 1, got {options['alpha']}.")
-    for name, least in (("batch_size", 1), ("num_workers", 0)):
-        if name in options:
-            if not re.fullmatch(r"[0-9]{1,9}", options[name]) or int(options[name]) < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {options[name]}.")
-            found[name] = int(options[name])
-    if "resume" in options:
-        if options["resume"].lower() not in ("true", "false"):
-            raise ValueError(f"resume must be true or false, got {options['resume']}.")
-        found["resume"] = options["resume"].lower() == "true"
-    if found["resume"] and "out" not in options:
-        raise ValueError("resume=true needs out=FOLDER, the folder to go on in.")
-    return found
-
-
-# -- what is shown ----------------------------------------------------------------------------------------------------
-
-
-def _reference(about: Mapping[str, Any]) -> Histogram | None:
-    """The guard's own validation scores, ``validation_scores: {edges: [...], counts: [...]}``, if it tells of them."""
-    import numpy as np
-
-    from rmd_plugin.report.score_page import Histogram
-
-    found: Any = about.get("validation_scores")
-    try:
-        edges, counts = (np.asarray(found[name], dtype=np.float64) for name in ("edges", "counts"))
-    except (TypeError, KeyError, ValueError):
-        return None
-    shapes = edges.ndim == counts.ndim == 1 and len(edges) == len(counts) + 1
-    numbers = shapes and np.isfinite([*edges, *counts]).all() and (np.diff(edges) > 0).all()
-    numbers = numbers and (counts >= 0).all() and counts.sum() > 0
-    return Histogram(edges, counts) if numbers else None
-
-
-def _previews(inputs: Inputs, names: Collection[str]) -> dict[str, Picture | str]:
-    """Thumbnails or texts of some samples, as far as they can still be read."""
-    from rmd_plugin.pictures import read_picture
-    from rmd_plugin.report.cards import thumbnail
-
-    if inputs.kind == "features":
-        return {}
-    found = inputs.find(names)
-    if inputs.kind == "texts":
-        return found
-    seen: dict[str, Picture | str] = {}
-    for name, path in found.items():
-        try:
-            seen[name] = thumbnail(read_picture(path), one_line(f"Thumbnail of {name}"))
-        except (OSError, ValueError):
-            continue  # it could be read when it was scored; its row stands without a picture
-    return seen
-
-
-def _show(summary: ScoreSummary, progress: Progress, alpha: float, out: Path) -> None:
-    from rich.console import Console
-
-    from rmd_plugin.guard.score_folder import REPORT, SCORES, TABLE
-    from rmd_plugin.report.score_page import number, percent
-    from rmd_plugin.report.table import Cell, Column, Table, to_terminal
-
-    share = f"{percent(summary.share)}; at most {100 * alpha:g} % of ID samples would be"
-    counts = [
-        ("scored", f"{summary.scored:,}", f"{progress.before:,} of the rows before" if progress.before else ""),
-        ("flagged as OOD", f"{summary.flagged:,}", share if summary.scored else ""),
-        ("not readable", f"{summary.broken:,}", ""),
-    ]
-    console = Console(width=None if sys.stdout.isatty() else 200)  # into a file or pipe at full width
-    rows = [[Cell(name), Cell(value), Cell(detail)] for name, value, detail in counts]
-    console.print(
-        to_terminal(Table([Column("Samples", "left"), Column("number"), Column("", "left")], rows), width=console.width)
+    guard = Guard.load(guard_path, device=choose_device(options.device))
+    alpha = guard.alpha if options.alpha is None else options.alpha
+    # refuses one that is too small for the calibration samples
+    limit = None if guard.detector.fold_detectors else guard.detector.threshold(alpha)
+    threshold = limit if isinstance(limit, float) else math.nan  # not one for each class, or none
+    watch = _Watch(guard.detector, options) if options.watch is not None else None
+    progress = score_items(
+        guard,
+        inputs,
+        out,
+        alpha=options.alpha,
+        batch_size=options.batch_size,
+        num_workers=options.num_workers,
+        resume=options.resume,
     )
-    if summary.highest:
-        columns = [Column("Most unknown", "left"), Column("score"), Column("p-value"), Column("nearest class", "left")]
-        rows = [
-            [Cell(row.name), Cell(number(row.score)), Cell(f"{row.p_value:.2g}"), Cell(row.nearest)]
-            for row in summary.highest[:_NAMES_SHOWN]
-        ]
-        console.print(to_terminal(Table(columns, rows), width=console.width))
+    changed = watch is not None and watch.update(out / SCORES)
+    summary = summarise_scores(out / SCORES)
+    run = ScoringRun(
+        guard=os.path.basename(os.path.normpath(guard_path)),
+        inputs=paths,
+        alpha=alpha,
+        threshold=threshold,
+        drift=None if watch is None else picture(watch.alarm.plot()[0], watch.words),
+        validation=guard.about["validation_scores"],
+        interrupted=progress.interrupted,
+    )
+    write_scores_page(out / REPORT, summary, run, lambda names: _previews(inputs, names))
+    flagged = f"   {share(summary.share)}; at most {100 * alpha:g} % of ID samples would be" if summary.scored else ""
+    print(f"scored          {summary.scored:,}" + (f"   {progress.before:,} of them before" if progress.before else ""))
+    print(f"flagged as OOD  {summary.flagged:,}{flagged}\nnot readable    {summary.broken:,}")
+    for row in summary.highest[:5].itertuples():
+        numbers = f"score {number(row.score)}   p-value {row.p_value:.2g}"
+        print(f"  {row.name}   {numbers}   nearest class {row.nearest_class}")
+    if watch is not None:
+        print(f"watch           {watch.words}")
     if progress.interrupted:
-        again = f"resume=true out={out} goes on."
-        print(one_line(f"Interrupted after {summary.rows:,} of {progress.total:,}: {again}"))
-    print(one_line(f"Written to {out}: {SCORES}, {TABLE}, {REPORT}"))
+        print(f"Interrupted after {len(summary.numbers):,} rows: resume=true out={out} goes on.")
+    print(f"Written to {out}: {SCORES}, {TABLE}, {REPORT}")
+    return 130 if progress.interrupted else 3 if changed or (fail_on_ood and summary.flagged) else 0
+
+
+class _Watch:
+    """The drift alarm of ``watch=STATE``: it goes on from run to run, and counts each row of a resumed run once."""
+
+    def __init__(self, detector: Calibrated, options: Options) -> None:
+        from rmd_plugin.detectors.moments import read_state
+
+        self.path, self.folder = str(options.watch), os.path.abspath(str(options.out))
+        self.alarm, self.rows = detector.drift_alarm(options.level, options.every), 0
+        if os.path.exists(self.path):
+            state = read_state(self.path)
+            self.alarm.load_state_dict(state.get("alarm", {}))
+            self.rows = state["rows"] if state["folder"] == self.folder else 0
+
+    def update(self, table: Path) -> bool:
+        """Go on with the scores of a table, write the state, and say whether there was an alarm by now."""
+        import numpy as np
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+        from rmd_plugin.detectors.moments import write_state
+
+        scores = pq.read_table(table, columns=["score"])["score"].drop_null().to_numpy()
+        self.alarm.update(np.where(np.isnan(scores), np.inf, scores)[self.rows :])
+        write_state(self.path, {"alarm": self.alarm.state_dict(), "folder": self.folder, "rows": len(scores)})
+        return self.alarm.alarm
+
+    @property
+    def words(self) -> str:
+        """What the alarm says, in a sentence."""
+        if self.alarm.alarm:
+            return f"The scores have changed since about item {self.alarm.since:,} of {self.alarm.count:,}."
+        return f"No sign of a change in {self.alarm.count:,} items."
+
+
+def _previews(inputs: Any, names: Collection[str]) -> dict[str, Any]:
+    """Thumbnails or texts of some samples, as far as they can still be read."""
+    from rmd_plugin.files import read_picture
+    from rmd_plugin.report.page import thumbnail
+
+    previews = {} if inputs.kind == "features" else inputs.find(names)
+    for name, raw in list(previews.items()) if inputs.kind == "images" else ():
+        try:
+            previews[name] = thumbnail(read_picture(raw), f"Thumbnail of {name}")
+        except (OSError, ValueError):
+            del previews[name]  # it could be read when it was scored; its row stands without a picture
+    return previews
+
+
+def _score_tables(guard_path: str, paths: Sequence[str], options: Options, fail_on_ood: bool) -> int:
+    """With engine=: a file of scores for each file of the tables, see docs/scale.md."""
+    import fsspec  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq
+
+    from rmd_plugin.backbones import Identity
+    from rmd_plugin.guard.guard import Guard
+    from rmd_plugin.tables import score_table
+
+    for option in fields(options):
+        if option.name not in _TABLE_OPTIONS and getattr(options, option.name) != option.default:
+            raise ValueError(f"{option.name}= cannot be used with engine=, which takes {', '.join(_TABLE_OPTIONS)}.")
+    guard = Guard.load(guard_path)
+    if not isinstance(guard.backbone, Identity):
+        raise ValueError(f"engine= is for tables of features, but this guard has a network for {guard.kind}.")
+    guard.detector.alpha = guard.alpha if options.alpha is None else options.alpha
+    column, workers, rows, flagged = options.features or "embedding", options.num_workers or None, 0, 0
+    written = score_table(guard.detector, paths, str(options.out), column, str(options.engine), workers=workers)
+    for path in written:
+        with fsspec.open(path) as file:
+            decisions = pq.read_table(file, columns=["is_ood"])["is_ood"].to_numpy()
+        rows, flagged = rows + len(decisions), flagged + int(decisions.sum())
+    print(f"Scored {rows:,} rows of {len(written):,} files; flagged as OOD: {flagged:,}\nWritten to {options.out}")
+    return 3 if fail_on_ood and flagged else 0
 
 
 if __name__ == "__main__":

@@ -3,44 +3,62 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
+import pandas as pd  # type: ignore[import-untyped]
 import pytorch_lightning as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict, read_write
+from pytorch_lightning.callbacks import Callback, Checkpoint, ModelCheckpoint, ProgressBar
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.utilities import rank_zero_only
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from rmd_plugin.app.classifier import Classifier
-from rmd_plugin.app.compare import evaluate
-from rmd_plugin.app.configs import repeatable
-from rmd_plugin.app.data import BenchmarkData
-from rmd_plugin.app.ddp import helps_to_train, single_job
-from rmd_plugin.app.errors import whole_number
-from rmd_plugin.app.fitting import check_optimizer, logged_warnings, pretrain, stoppable
+from rmd_plugin.app.compare import evaluate, run_folder
 from rmd_plugin.app.parts import (
-    about,
-    check_backbone_takes,
+    build,
+    choose_device,
     make_backbone,
     make_benchmark,
-    make_callbacks,
     make_detectors,
     make_extractor,
-    make_loggers,
+    say_preprocessing,
 )
-from rmd_plugin.app.preprocessing import say_preprocessing
-from rmd_plugin.app.resume import CHECKPOINTS, nothing_left, resume_point
-from rmd_plugin.app.trainer import evaluation_device, make_trainer
-from rmd_plugin.app.trust import check_config
-from rmd_plugin.backbones.base import Backbone
-from rmd_plugin.backbones.checkpoint import CheckpointError
-from rmd_plugin.backbones.fetch import find_checkpoint
-from rmd_plugin.benchmarks.base import OODBenchmark
-from rmd_plugin.compare.extraction import Extractor
+from rmd_plugin.backbones.base import PREPROCESSING, Backbone
+from rmd_plugin.backbones.transforms import ImageTransform
+from rmd_plugin.benchmarks import OODBenchmark, Split
+from rmd_plugin.compare.features import Extractor
+from rmd_plugin.compare.rows import select, unique
+from rmd_plugin.detectors.moments import NumericalWarning
 from rmd_plugin.monitor.callback import OODMonitor
-from rmd_plugin.report.provenance import current_command
-from rmd_plugin.report.run_folder import RunFolder
+from rmd_plugin.report.run import RunFolder, job_arguments
 
 log = logging.getLogger(__name__)
+
+#: folders below the output folder
+CHECKPOINTS, PRETRAINED = "checkpoints", "pretrained"
+#: under which the folder keeps the number that the job returned, and a checkpoint the random states
+OBJECTIVE, RANDOM_STATES = "objective", "random_states"
+
+Transform = Callable[[Any], Tensor]
 
 
 def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
@@ -51,128 +69,462 @@ def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
         command: what one types to repeat it; by default ``rmd-train`` with the words of this call.
 
     Returns:
-        The best value of what the checkpoints are chosen by, the validation accuracy; None where nothing was trained.
+        The number of ``objective=`` for sweepers that search, also of a job that was finished before; None if there is
+        none, as for ``val/acc`` where nothing was trained.
     """
-    if cfg.weights not in ("best", "last"):
-        raise ValueError(f"weights must be best or last, got {cfg.weights!r}.")
-    if cfg.head not in ("own", "auto", "linear_probe", None):
-        raise ValueError(f"head must be own, auto, linear_probe or null, got {cfg.head!r}.")
+    check_options(cfg)
     folder = RunFolder(cfg.paths.output_dir)
-    if cfg.resume and nothing_left(cfg, folder):
+    if cfg.resume and folder.done:
+        log.info("finished before, not run again: %s", folder.path)
+        number = folder.read_versions().get(OBJECTIVE)
+        return None if number is None else float(number)
+    if rank() > 0:
+        _fit(cfg, folder)
         return None
-    for chatty in ("pytorch_lightning.utilities.rank_zero", "pytorch_ood"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)  # the table at the end is what the user waits for
-    pl.seed_everything(whole_number(cfg.seed, "seed"), workers=True, verbose=False)
-    command = command or current_command("rmd-train")
-    running = folder.running(config=repeatable(cfg, "train"), about=about(cfg), command=command)
-    with logged_warnings(resumed=cfg.resume), nullcontext() if helps_to_train() else running:
-        make_detectors(cfg)
-        benchmark = make_benchmark(cfg)
-        backbone = _new_backbone(cfg, benchmark)
-        data = BenchmarkData(
-            benchmark,
-            train_transform=backbone.train_transform,
-            test_transform=backbone.test_transform,
-            batch_size=cfg.batch_size,
-            num_workers=cfg.num_workers,
-            seed=cfg.seed,
-        )
-        check_backbone_takes(cfg, backbone, benchmark)
-        if cfg.train and not helps_to_train():
-            folder.note(preprocessing=say_preprocessing(cfg, backbone, benchmark))
-        # all that can be wrong with the options is said before hours of training
-        if cfg.train:
-            module = Classifier(backbone, **instantiate(cfg.optimizer))
-            check_optimizer(module)
-            trainer = make_trainer(cfg.trainer, callbacks=make_callbacks(cfg), logger=make_loggers(cfg) or False)
-            start = resume_point(cfg, backbone, folder)
-        if cfg.pretrain:
-            pretrain(cfg, backbone, data, folder)
-
-        score, interrupted = None, False
-        if cfg.train:
-            with stoppable(trainer), single_job():
-                trainer.fit(module, datamodule=data, ckpt_path=start)
-            score, interrupted = _after_fit(cfg, trainer, backbone, folder), trainer.interrupted
-            if helps_to_train():  # a further process of DDP
-                return None
-        else:
-            _load_trained(cfg, backbone)
-            folder.note(preprocessing=say_preprocessing(cfg, backbone, benchmark))
-
-        extractor = make_extractor(cfg, benchmark, backbone, evaluation_device(cfg.trainer))
-        result = evaluate(cfg, extractor, folder)
-        if interrupted or result.interrupted:
+    with run_folder(cfg, "train", command) as folder, quiet_warnings():
+        benchmark, backbone, trainer = _fit(cfg, folder)
+        logged = {} if trainer is None else _take_weights(cfg, trainer, backbone, folder)
+        result = evaluate(cfg, make_extractor(cfg, benchmark, backbone, evaluation_device(cfg.trainer)), folder)
+        if result.interrupted or (trainer is not None and trainer.interrupted):
             raise KeyboardInterrupt
-        return score
+        number = objective(cfg, logged, result.rows)
+        if number is not None:
+            folder.note(**{OBJECTIVE: repr(number)})
+        return number
 
 
-def load_run(cfg: DictConfig, *, trust_config: bool = False) -> Extractor:
+def load_run(cfg: DictConfig) -> Extractor:
     """The benchmark of a finished run, given by its config, behind the weights that its comparison was of.
 
     Args:
         cfg: the config, for example ``OmegaConf.load("RUN/config.yaml")``. A config is a program: its ``_target_`` are
             called.
-        trust_config: call them all. By default only classes of this package, of the detectors of pytorch-ood, and of
-            torch.nn, torch.optim, torchvision and Lightning (see :mod:`rmd_plugin.app.trust`).
-
-    Raises:
-        UntrustedConfigError: if the config names others; the message says which.
     """
-    if not trust_config:
-        check_config(cfg, "the config", "load_run(cfg, trust_config=True)")
     benchmark = make_benchmark(cfg)
-    backbone = _new_backbone(cfg, benchmark)
-    folder = RunFolder(cfg.paths.output_dir)
+    backbone = make_backbone(cfg, benchmark)
+    folder = Path(cfg.paths.output_dir)
     if cfg.train:
-        _load(backbone, folder.path / CHECKPOINTS / f"{cfg.weights}.ckpt")
-    else:
-        if cfg.pretrain:
-            pretrain(cfg, backbone, None, folder)
-        _load_trained(cfg, backbone)
+        backbone.load_checkpoint(folder / CHECKPOINTS / f"{cfg.weights}.ckpt")
+    elif cfg.pretrain:
+        _load_pretrained(cfg, backbone, folder)
     return make_extractor(cfg, benchmark, backbone, evaluation_device(cfg.trainer))
 
 
-def _new_backbone(cfg: DictConfig, benchmark: OODBenchmark) -> Backbone:
-    own_head = cfg.train or cfg.head == "own"
-    return make_backbone(cfg, benchmark, num_classes=benchmark.num_classes if own_head else None)
+def check_options(cfg: DictConfig) -> None:
+    """Refuse choices that there are not, and an objective on OOD data that no detector of the config gives.
+
+    Raises:
+        ValueError: with the choices that there are.
+    """
+    for name, choices in (("weights", ("best", "last")), ("head", ("own", "auto", "linear_probe", None))):
+        if cfg[name] not in choices:
+            raise ValueError(f"{name} must be {', '.join(map(str, choices))}, got {cfg[name]!r}.")
+    make_detectors(cfg)
+    words = str(cfg.objective).split("/")
+    if words[0] == "ood":
+        if len(words) != 4 or words[1] not in cfg.detector:
+            raise ValueError(
+                f"objective={cfg.objective} must be ood/DETECTOR/SET/METRIC with one of the detectors "
+                f"{', '.join(cfg.detector)}, for example ood/{next(iter(cfg.detector))}/mean/AUROC."
+            )
+        log.warning("objective=%s tunes on OOD data: detectors will look better than on new data", cfg.objective)
 
 
-def _after_fit(cfg: DictConfig, trainer: pl.Trainer, backbone: Backbone, folder: RunFolder) -> float | None:
-    """Write the history, put the weights to be compared into the backbone, and return their score."""
-    monitors = [item for item in trainer.callbacks if isinstance(item, OODMonitor)]  # type: ignore[attr-defined]
-    history = [row for monitor in monitors for row in monitor.history]
-    if trainer.is_global_zero and history:
-        folder.write_history(history)
-    kept = next((item for item in trainer.checkpoint_callbacks if getattr(item, "monitor", None)), None)
-    best = str(getattr(kept, "best_model_path", ""))
-    if trainer.interrupted and not best:
+def objective(cfg: DictConfig, logged: Mapping[str, float], rows: pd.DataFrame) -> float | None:
+    """The number that ``objective=`` names: of the compared weights, or what the training logged last.
+
+    Raises:
+        ValueError: if the training logs no such number, with those that it logs.
+    """
+    name = str(cfg.objective)
+    if name.startswith("ood/"):
+        _, detector, ood, metric = name.split("/")
+        rated = select(rows, detector=detector, metric=metric)
+        rated = rated[rated["ood"].isin(unique(rated, "ood") if ood == "mean" else [ood])]
+        return float(rated["value"].mean(skipna=False)) if len(rated) else None
+    if cfg.train and name not in logged:
+        raise ValueError(f"objective={name} was not logged. The training logs {', '.join(sorted(logged))}.")
+    return logged.get(name)
+
+
+# -- the training -----------------------------------------------------------------------------------------------------
+
+
+def _fit(cfg: DictConfig, folder: RunFolder) -> tuple[OODBenchmark, Backbone, pl.Trainer | None]:
+    """Make all parts and train; of a job that is resumed from its last epoch on."""
+    logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
+    pl.seed_everything(cfg.seed, workers=True, verbose=False)
+    benchmark = make_benchmark(cfg)
+    backbone = make_backbone(cfg, benchmark)
+    if rank() == 0:
+        folder.note(preprocessing=say_preprocessing(cfg, backbone, benchmark))
+    data = BenchmarkData(benchmark, backbone, batch_size=cfg.batch_size, num_workers=cfg.num_workers, seed=cfg.seed)
+    trainer = None
+    if cfg.train:  # before the first stage: what is wrong with the options is said before hours of training
+        module = Classifier(backbone, **instantiate(cfg.optimizer))
+        loggers = [build(node) for node in (cfg.get("logger") or {}).values() if node is not None]
+        trainer = make_trainer(cfg, callbacks=make_callbacks(cfg), logger=loggers or False)
+    elif cfg.head == "own" and not backbone.head_loaded:
+        raise ValueError(
+            "train=false evaluates trained weights: give checkpoint=FILE with a classifier, or for a backbone without "
+            "one head=linear_probe or head=null."
+        )
+    if cfg.pretrain:
+        _pretrain(cfg, backbone, data, folder.path)
+    if trainer is not None:
+        last: Any = folder.path / CHECKPOINTS / "last.ckpt"
+        if cfg.resume and last.is_file():
+            _continue_logs(loggers, torch.load(last, map_location="cpu", weights_only=True)["global_step"])
+        else:
+            last = None
+        with stoppable(trainer), single_job():
+            trainer.fit(module, datamodule=data, ckpt_path=last)
+    return benchmark, backbone, trainer
+
+
+def _continue_logs(loggers: list[Any], step: int) -> None:
+    """Give CSV loggers, which begin with an empty file, the lines of the steps that are not trained again."""
+    for logger in loggers:
+        if isinstance(logger, CSVLogger) and (path := Path(logger.log_dir, "metrics.csv")).is_file():
+            lines = pd.read_csv(path, dtype=str).to_dict("records")
+            earlier = [line for line in lines if int(line["step"]) < step]
+            logger.experiment.metrics = [{key: v for key, v in line.items() if isinstance(v, str)} for line in earlier]
+
+
+def _pretrain(cfg: DictConfig, backbone: Backbone, data: BenchmarkData, folder: Path) -> None:
+    """First stage: train the encoder without labels. A finished stage is loaded instead when the job resumes."""
+    done, last = folder / PRETRAINED / "done.ckpt", folder / PRETRAINED / "last.ckpt"
+    if cfg.resume and done.is_file():
+        log.info("pre-training was finished before: %s", done)
+        restore_random_states(_load_pretrained(cfg, backbone, folder)[rank()])
+        return
+    stage, states = instantiate(cfg.pretrain.stage)(backbone), RandomStates()
+    keep = ModelCheckpoint(last.parent, last.stem, save_on_train_epoch_end=True, enable_version_counter=False)
+    options = {"max_epochs": cfg.pretrain.max_epochs, "callbacks": [states, keep], "logger": False}
+    trainer = make_trainer(cfg, **options)
+    with stoppable(trainer), single_job():
+        trainer.fit(stage, datamodule=data, ckpt_path=last if cfg.resume and last.is_file() else None)
+    if trainer.interrupted:
         raise KeyboardInterrupt
-    if cfg.weights == "best" and best:
-        _load(backbone, Path(best))
+    trainer.save_checkpoint(done)
+
+
+def _load_pretrained(cfg: DictConfig, backbone: Backbone, folder: Path) -> list[Any]:
+    """Take over the weights of a finished first stage; returns the random states of each process at its end."""
+    content = torch.load(folder / PRETRAINED / "done.ckpt", map_location="cpu", weights_only=True)
+    instantiate(cfg.pretrain.stage)(backbone).load_state_dict(content["state_dict"])
+    return content[RANDOM_STATES]["states"]
+
+
+def _take_weights(cfg: DictConfig, trainer: pl.Trainer, backbone: Backbone, folder: RunFolder) -> dict[str, float]:
+    """Write the history, put the weights to be compared into the backbone, and return what was logged of them."""
+    monitors = [item for item in trainer.callbacks if isinstance(item, OODMonitor)]  # type: ignore[attr-defined]
+    if history := [row for monitor in monitors for row in monitor.history]:
+        folder.write_history(history)
+    best = next((item for item in trainer.checkpoint_callbacks if getattr(item, "monitor", None)), None)
+    path = str(getattr(best, "best_model_path", ""))
+    if trainer.interrupted and not path:
+        raise KeyboardInterrupt
+    if cfg.weights == "best" and path:
+        backbone.load_checkpoint(path)
     elif cfg.weights == "best":
         log.warning("no callback keeps the best weights (callbacks=checkpoint): the last ones are compared")
     backbone.head_loaded = True
-    score = getattr(kept, "best_model_score", None)
-    return None if score is None else float(score)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    score = getattr(best, "best_model_score", None)
+    return logged if score is None else logged | {str(best.monitor): float(score)}  # type: ignore[union-attr]
 
 
-def _load_trained(cfg: DictConfig, backbone: Backbone) -> None:
-    """With ``train=false``: the weights that are evaluated."""
-    if cfg.ckpt_path is not None:
-        _load(backbone, Path(cfg.ckpt_path))
-    elif cfg.head == "own" and not backbone.head_loaded:
-        raise ValueError(
-            "train=false evaluates trained weights: give ckpt_path=FILE or backbone.checkpoint=FILE, "
-            "or for a backbone without a classifier head=linear_probe or head=null."
+# -- the trainer and what is around it --------------------------------------------------------------------------------
+
+
+def make_trainer(cfg: DictConfig, **options: Any) -> pl.Trainer:
+    """The trainer of a config, with a progress bar on terminals alone; ``sync_batchnorm: auto`` is true on GPUs."""
+    node = cfg.trainer.copy()
+    with open_dict(node):
+        if node.get("sync_batchnorm") == "auto":
+            node.sync_batchnorm = evaluation_device(node).type != "cpu"
+        if node.get("enable_progress_bar") is None:
+            node.enable_progress_bar = sys.stderr.isatty()
+    # partial: Hydra would read into the objects
+    trainer: pl.Trainer = build(node, _partial_=True)(**options)
+    return trainer
+
+
+def make_callbacks(cfg: DictConfig) -> list[Callback]:
+    """The callbacks of ``callbacks=``; what the trainer's switches turn off is left out."""
+    bar = cfg.trainer.get("enable_progress_bar")
+    hidden: tuple[type, ...] = () if bar or (bar is None and sys.stderr.isatty()) else (ProgressBar,)
+    hidden += (Checkpoint, RandomStates) if cfg.trainer.get("enable_checkpointing") is False else ()
+    callbacks = []
+    for name, node in (cfg.get("callbacks") or {}).items():
+        if node is None or (name == "ood_monitor" and not node.detectors):  # monitor=[] watches none
+            continue
+        callback = build(node)
+        if not isinstance(callback, Callback):
+            raise ValueError(f"callbacks.{name} must be a Lightning Callback, got {callback!r}: give it a _target_.")
+        if not isinstance(callback, hidden):
+            callbacks.append(callback)
+    return callbacks
+
+
+def evaluation_device(node: DictConfig) -> torch.device:
+    """The device that a trainer of these options works on, in its first process."""
+    device = torch.device("cpu") if node.get("accelerator") == "cpu" else choose_device("auto")
+    devices = node.get("devices")
+    first = None if isinstance(devices, str | int | None) else devices[0]
+    return device if device.type == "cpu" or first is None else torch.device(device.type, first)
+
+
+def random_states() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators, as plain data that a checkpoint can hold."""
+    kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state())  # noqa: NPY002
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Give the generators the states back that :func:`random_states` returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+class RandomStates(Callback):
+    """Keeps the random states of every process in checkpoints, and whether the training was stopped early.
+
+    With it a training that goes on from the end of an epoch ends as if it had never been stopped.
+    """
+
+    _loaded: dict[str, Any] | None = None
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Add the random states by process; called in every process at the same time."""
+        states: list[Any] = [random_states()]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            states *= torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(states, states[0])
+        checkpoint[RANDOM_STATES] = {"states": states, "stopped": bool(trainer.should_stop)}
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Take them over when the next epoch begins."""
+        self._loaded = checkpoint.get(RANDOM_STATES)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Do not go on where the training was over."""
+        if self._loaded is not None:
+            trainer.should_stop = self._loaded["stopped"]
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on with the random states of the epoch before."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and trainer.global_rank < len(loaded["states"]):
+            restore_random_states(loaded["states"][trainer.global_rank])
+
+
+@contextmanager
+def stoppable(trainer: pl.Trainer) -> Iterator[None]:
+    """Let a job go on after Ctrl-C in its training: Lightning would end the process and ignore further Ctrl-C."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit:
+        if not trainer.interrupted:
+            raise
+        log.warning("the training was stopped: what follows is about the best weights so far")
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def quiet_warnings() -> Iterator[None]:
+    """Leave out warnings that are no news: the table has those of the detectors, as remarks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericalWarning)
+        # Lightning's own call of torch, and what a job that goes on from its checkpoints knows
+        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+        warnings.filterwarnings("ignore", message=r"(Experiment logs|Checkpoint) directory .* is not empty")
+        warnings.filterwarnings("ignore", message=r"The number of training batches .* logging interval")
+        yield
+
+
+def rank() -> int:
+    """The number of this process of DDP, also before a trainer has made the group; those above 0 only train."""
+    return int(getattr(rank_zero_only, "rank", None) or 0)
+
+
+@contextmanager
+def single_job() -> Iterator[None]:
+    """Let DDP start its other processes with the command of this job: Lightning takes that of the whole sweep.
+
+    Afterwards nothing is left of the process group, so that the next job of the sweep can make its own.
+    """
+    if not HydraConfig.initialized():
+        yield
+        return
+    settings, main = HydraConfig.get(), sys.modules["__main__"]
+    before = sys.argv, main.__spec__, settings.run.dir, dict(os.environ)
+    config: Any = HydraConfig.instance().cfg
+    try:
+        sys.argv = [sys.argv[0], *job_arguments()]
+        with read_write(config.hydra):
+            config.hydra.run.dir = settings.runtime.output_dir
+        if settings.mode == RunMode.MULTIRUN and not str(settings.launcher._target_).endswith(".BasicLauncher"):
+            main.__spec__ = find_spec(__name__)  # a worker of a launcher, whose own program is none of ours
+        yield
+    finally:
+        sys.argv, main.__spec__, folder, environment = before
+        with read_write(config.hydra):
+            config.hydra.run.dir = folder
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        for name in os.environ.keys() - environment.keys():  # where Lightning notes the group
+            del os.environ[name]
+
+
+# -- the network and the data -----------------------------------------------------------------------------------------
+
+
+class Classifier(pl.LightningModule):
+    """A backbone trained with cross-entropy; a frozen one trains its head only.
+
+    Samples with a negative label (OOD) are left out. Logs ``train/loss``, ``val/loss`` and the accuracies.
+
+    Args:
+        backbone: network with a head, ``backbone(x) -> logits``.
+        optimizer: makes the optimizer from the parameters that may learn.
+        scheduler: makes a learning-rate scheduler from the optimizer.
+        interval: whether the scheduler steps once per ``"epoch"`` or per ``"step"``.
+
+    Raises:
+        ValueError: if the backbone has no head.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = partial(torch.optim.AdamW, lr=1e-3),  # noqa: B008
+        scheduler: Callable[[Optimizer], Any] | None = None,
+        interval: str = "epoch",
+    ) -> None:
+        super().__init__()
+        if backbone.head is None:
+            raise ValueError("the backbone has no head to train. Pass num_classes, or call reset_head(num_classes).")
+        self.backbone = backbone
+        self._make_optimizer, self._make_scheduler, self._interval = optimizer, scheduler, interval
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of shape (B, K)."""
+        return self.backbone(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Loss of one batch."""
+        return self._step(batch, "train")
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Loss of one batch."""
+        return self._step(batch, "val")
+
+    def _step(self, batch: tuple[Tensor, Tensor], stage: str) -> Tensor:
+        x, y = batch
+        logits, is_id = self(x), y >= 0
+        # a batch without an ID sample gives a zero that still reaches every weight, as DDP wants
+        loss = F.cross_entropy(logits[is_id], y[is_id]) if bool(is_id.any()) else 0.0 * logits.sum()
+        if count := int(is_id.sum()):
+            accuracy = (logits[is_id].argmax(1) == y[is_id]).float().mean()
+            options: Any = {"prog_bar": True, "on_epoch": True, "on_step": False, "sync_dist": stage == "val"}
+            self.log_dict({f"{stage}/loss": loss, f"{stage}/acc": accuracy}, batch_size=count, **options)
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note how pictures were prepared, for those who load the weights."""
+        transform = self.backbone.test_transform
+        if isinstance(transform, ImageTransform):
+            checkpoint[PREPROCESSING] = repr(transform)
+
+    def configure_optimizers(self) -> Any:
+        """Optimizer and scheduler over the parameters that may learn."""
+        learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = self._make_optimizer(learning)
+        if self._make_scheduler is None:
+            return optimizer
+        scheduler = {"scheduler": self._make_scheduler(optimizer), "interval": self._interval}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class BenchmarkData(pl.LightningDataModule):
+    """The loaders of a benchmark behind the transforms of a backbone.
+
+    It offers ``fit_dataloader`` and ``ood_dataloaders``, which :class:`rmd_plugin.OODMonitor` finds by itself. ``seed``
+    is that of the shuffling: the global random state is not used.
+    """
+
+    def __init__(
+        self,
+        benchmark: OODBenchmark,
+        backbone: Any = None,
+        *,
+        batch_size: int = 128,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.benchmark, self.batch_size, self.num_workers, self.seed = benchmark, batch_size, num_workers, seed
+        self.train_transform: Transform | None = getattr(backbone, "train_transform", None)
+        self.test_transform: Transform | None = getattr(backbone, "test_transform", None)
+        self._shuffling = torch.Generator()  # of the training loader in use
+        self._saved: Tensor | None = None  # its state in the checkpoint that the training goes on from
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled training samples behind the training transform."""
+        self._shuffling = torch.Generator().manual_seed(self.seed)
+        if self._saved is not None:
+            self._shuffling.set_state(self._saved)
+        self._saved = None
+        return self._loader(self.benchmark.train_set(), self.train_transform, self._shuffling)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the shuffling is: between two epochs that says in which order the next one comes."""
+        return {"shuffling": self._shuffling.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next training loader go on from there."""
+        self._saved = state_dict["shuffling"]
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Held-out in-distribution samples."""
+        return self._loader(self.benchmark.val_set(), self.test_transform)
+
+    def fit_dataloader(self) -> DataLoader[Any]:
+        """Training samples behind the clean transform, in order: what detectors are fitted on."""
+        return self._loader(self.benchmark.fit_set(), self.test_transform)
+
+    def ood_dataloaders(self) -> dict[str, DataLoader[Any]]:
+        """OOD test sets by name. They are only looked at, never trained or selected on."""
+        sets = zip(self.benchmark.ood_names, self.benchmark.test_oods, strict=True)
+        return {name: self._loader(data, self.test_transform) for name, data in sets}
+
+    def _loader(
+        self, data: Split, transform: Transform | None, shuffling: torch.Generator | None = None
+    ) -> DataLoader[Any]:
+        return DataLoader(
+            data if transform is None else data.with_transform(transform),
+            batch_size=self.batch_size,
+            shuffle=shuffling is not None,
+            num_workers=self.num_workers,
+            # workers that shuffle and augment begin anew with each epoch: their random states are in no checkpoint
+            persistent_workers=self.num_workers > 0 and shuffling is None,
+            # a generator of its own: other loaders and callbacks cannot change the order of the training data
+            generator=shuffling or torch.Generator().manual_seed(self.seed),
         )
-
-
-def _load(backbone: Backbone, path: Path) -> None:
-    """Take over the weights of a checkpoint; nothing in the file is executed."""
-    backbone.load_checkpoint(find_checkpoint(path, option="ckpt_path"))
-    if not backbone.head_loaded:
-        raise CheckpointError(f"{path} holds no classifier. Train one: backbone.checkpoint={path} train=true.")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rmd_plugin.backbones.transforms import ImageTransform
-from rmd_plugin.extras import require
-from rmd_plugin.guard.network import Verdicts, _InPython
+from rmd_plugin.backbones.transforms import ImageTransform, Tokenise
+from rmd_plugin.files import require
+from rmd_plugin.guard.guard import Verdicts
 
 if TYPE_CHECKING:
     from rmd_plugin.guard.guard import Guard
 
-#: what the file calls its input, by the kind of guard, and its outputs
-INPUTS = {"images": "images", "texts": "ids", "features": "features"}
+log = logging.getLogger(__name__)
+
+#: what the file calls its outputs
 OUTPUTS = ("logits", "class", "nearest_class", "score", "p_value", "is_ood")
 #: by how much the numbers of the file may differ from those in Python, as a share of the largest one
 _AGREEMENT = 1e-3
@@ -33,19 +35,19 @@ class GuardGraph(nn.Module):
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()
-        if isinstance(guard.network.decision, _InPython):
+        if not guard.network.exportable:
             name = type(guard.detector.detector).__name__
             raise ValueError(
                 f"{name} cannot be exported: its scores are computed in Python. Use detector=fused, rmd, msp or "
                 "energy, or write the guard without model.onnx (onnx=false)."
             )
-        self.pictures = guard.kind == "images"
+        self.pictures = isinstance(guard.transform, ImageTransform)
         self.prepare = guard.transform.to_module() if isinstance(guard.transform, ImageTransform) else nn.Identity()
         self.network = guard.network
         self.eval()
 
     def forward(self, items: Tensor) -> Verdicts:
-        """Verdicts on pictures (B, H, W, 3) of uint8, token ids (B, L), or features."""
+        """Verdicts on pictures (B, H, W, 3) of uint8, prepared pixels (B, 3, H, W), token ids (B, L), or features."""
         verdicts: Verdicts = self.network(self.prepare(items.permute(0, 3, 1, 2) if self.pictures else items))
         return verdicts
 
@@ -56,75 +58,68 @@ def export_program(guard: Guard) -> torch.export.ExportedProgram:
     Raises:
         ValueError: if a part of it cannot be exported; the message names it.
     """
-    graph, example, axes = GuardGraph(guard), *_example(guard)
-    try:
-        with torch.no_grad(), _quiet():
-            return torch.export.export(graph, (example,), dynamic_shapes={"items": axes}, strict=False)
-    except Exception as error:  # of every kind, by the part of the network that it stumbles over
-        raise _refused(guard, error) from error
+    graph, (_, example, axes) = GuardGraph(guard), _example(guard)
+    with torch.no_grad(), _exporting(guard):
+        return torch.export.export(graph, (example,), dynamic_shapes={"items": axes}, strict=False)
 
 
 def export_onnx(guard: Guard, path: Path) -> None:
     """Write the graph of a guard as an ONNX file, and compare what it gives with the guard itself.
 
-    The input is ``images``, ``ids`` or ``features``; the outputs are ``logits``, ``class``, ``nearest_class``,
-    ``score``, ``p_value`` and ``is_ood``. The metadata of the file names the classes, alpha and the threshold.
+    The input is ``images``, ``ids`` or ``features``, or ``pixels`` (B, 3, H, W) where the preprocessing of the pictures
+    runs in Python only, such as an image processor of Hugging Face; the outputs are ``logits``, ``class``,
+    ``nearest_class``, ``score``, ``p_value`` and ``is_ood``. The metadata of the file names the classes, alpha and the
+    threshold.
 
     Raises:
         ValueError: if a part of it cannot be exported, or the file gives other numbers.
     """
     require_onnx()
-    program, (example, axes) = export_program(guard), _example(guard)
-    try:
-        with _quiet():
-            made: Any = torch.onnx.export(
-                program, input_names=[INPUTS[guard.kind]], output_names=list(OUTPUTS), dynamo=True, verbose=False
-            )
-    except Exception as error:
-        raise _refused(guard, error) from error
+    name, example, axes = _example(guard)
+    if name == "pixels":
+        log.warning("model.onnx takes pixels that %s has prepared, not raw pictures.", guard.transform)
+    program = export_program(guard)
+    with _exporting(guard):
+        exported: Any = torch.onnx.export(
+            program, input_names=[name], output_names=list(OUTPUTS), dynamo=True, verbose=False
+        )
+    graph = exported.model.graph
     # the exporter's own names of the axes say nothing
-    for value, names in (
-        (made.model.graph.inputs[0], axes),
-        *((out, {0: "batch"}) for out in made.model.graph.outputs),
-    ):
-        for axis, name in names.items():
-            value.shape[axis] = getattr(name, "__name__", name)
-    threshold = guard.threshold
-    facts = {"classes": guard.class_names, "alpha": guard.alpha}
-    facts["threshold"] = threshold.tolist() if isinstance(threshold, Tensor) else threshold
-    made.model.metadata_props.update({name: json.dumps(value) for name, value in facts.items()})
-    made.save(str(path))
-    _check(guard, path, example)
-
-
-def _check(guard: Guard, path: Path, example: Tensor) -> None:
-    """Refuse a file that does not give what the guard gives."""
-    runtime = require("onnxruntime", "export", needed_by="model.onnx (or onnx=false)")
-    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    found = dict(zip(OUTPUTS, session.run(None, {INPUTS[guard.kind]: example.numpy()}), strict=True))
+    for value, names in ((graph.inputs[0], axes), *((output, {0: "batch"}) for output in graph.outputs)):
+        for axis, dim in names.items():
+            value.shape[axis] = getattr(dim, "__name__", dim)
+    facts = {"classes": guard.class_names, "alpha": guard.alpha, "threshold": guard.threshold_values}
+    exported.model.metadata_props.update({key: json.dumps(value) for key, value in facts.items()})
+    exported.save(str(path))
+    session = import_module("onnxruntime").InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    outputs = dict(zip(OUTPUTS, session.run(None, {name: example.numpy()}), strict=True))
     with torch.no_grad():
-        expected: Verdicts = GuardGraph(guard)(example)
-    for name, values in (("logits", expected.logits), ("score", expected.score)):
-        size = float(values.abs().max()) or 1.0
-        if not np.allclose(found[name], values.numpy(), rtol=_AGREEMENT, atol=_AGREEMENT * size, equal_nan=True):
-            apart = float(np.abs(found[name] - values.numpy()).max())
-            raise _refused(guard, ValueError(f"the {name} of the file differ by {apart:.2g} from those in Python"))
+        verdicts: Verdicts = GuardGraph(guard)(example)
+    for output, values in (("logits", verdicts.logits.numpy()), ("score", verdicts.score.numpy())):
+        tolerance = _AGREEMENT * (float(np.abs(values).max()) or 1.0)
+        with _exporting(guard):
+            if not np.allclose(outputs[output], values, rtol=_AGREEMENT, atol=tolerance, equal_nan=True):
+                apart = float(np.abs(outputs[output] - values).max())
+                raise ValueError(f"the {output} of the file differ by {apart:.2g} from those in Python")
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what the exporters tell about themselves."""
-    loggers = [logging.getLogger(name) for name in ("onnx_ir", "onnxscript", "torch.onnx", "torch.export")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
+def _exporting(guard: Guard) -> Iterator[None]:
+    """Without what the exporters tell about themselves, and with the remedy in their errors."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+    except Exception as error:  # of every kind, by the part of the network that they stumble over
+        reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[0].split())
+        raise ValueError(
+            f"{type(guard.backbone).__name__} with {type(guard.detector.detector).__name__} cannot be exported: "
+            f"{reason}. Choose another network or detector, or write the guard without model.onnx (onnx=false)."
+        ) from error
+    finally:
+        logging.disable(level)
 
 
 def require_onnx() -> None:
@@ -133,25 +128,19 @@ def require_onnx() -> None:
         require(package, "export", needed_by="model.onnx (or onnx=false)")
 
 
-def _example(guard: Guard) -> tuple[Tensor, dict[int, Any]]:
-    """Items to trace the graph with, and their axes that may have any length."""
-    dims = torch.export.Dim
-    if guard.kind == "images":
+def _example(guard: Guard) -> tuple[str, Tensor, dict[int, Any]]:
+    """What the file calls its input, items to trace the graph with, and their axes that may have any length."""
+    axes = {0: (dim := torch.export.Dim)("batch")}
+    if isinstance(guard.transform, ImageTransform):
         # different numbers, so that the exporter takes none for another
-        shape, axes = (3, 67, 91, 3), {0: dims("batch"), 1: dims("height"), 2: dims("width")}
-        return torch.randint(0, 256, shape, dtype=torch.uint8), axes
-    if guard.kind == "texts":
-        longest = guard.transform.max_length  # type: ignore[union-attr]
+        items = torch.randint(0, 256, (3, 67, 91, 3), dtype=torch.uint8)
+        return "images", items, axes | {1: dim("height"), 2: dim("width")}
+    if isinstance(guard.transform, Tokenise):
+        longest = guard.transform.max_length
         ids = torch.stack([guard.prepare(text) for text in ("one text", "another text, of more words", "a third")])
         # contiguous: the exporter takes the stride of a part for a length that there may not be
-        return ids[:, : min(16, longest)].contiguous(), {0: dims("batch"), 1: dims("length", max=longest)}
+        return "ids", ids[:, : min(16, longest)].contiguous(), axes | {1: dim("length", max=longest)}
+    if guard.transform is not None:
+        return "pixels", torch.rand(3, *guard.prepare(np.zeros((67, 91, 3), np.uint8)).shape), axes
     like = next(guard.backbone.encoder.parameters(), torch.empty(0))
-    return torch.zeros(3, *guard.input_shape, dtype=like.dtype), {0: dims("batch")}
-
-
-def _refused(guard: Guard, error: Exception) -> ValueError:
-    reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[0].split())
-    return ValueError(
-        f"{type(guard.backbone).__name__} with {type(guard.detector.detector).__name__} cannot be exported: {reason}. "
-        "Choose another network or detector, or write the guard without model.onnx (onnx=false)."
-    )
+    return "features", torch.zeros(3, *guard.input_shape, dtype=like.dtype), axes

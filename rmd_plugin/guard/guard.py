@@ -5,24 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 from PIL import Image
 from pytorch_ood.api import FeaturesDetector, LogitsDetector
 from torch import Tensor, nn
-from typing_extensions import Self
 
-from rmd_plugin.backbones.base import Backbone, as_backbone
-from rmd_plugin.backbones.transforms import ImageTransform, Tokenise, exportable
-from rmd_plugin.detectors.calibrated import Calibrated
-from rmd_plugin.encoding.isolation import evaluating
+from rmd_plugin.backbones.base import Backbone, Transform, as_backbone
+from rmd_plugin.backbones.transforms import Tokenise
+from rmd_plugin.detectors.conformal import Calibrated
+from rmd_plugin.detectors.drift import DriftAlarm
+from rmd_plugin.detectors.moments import pool_features, widened
+from rmd_plugin.files import read_picture, upright_rgb
 from rmd_plugin.guard import folder as guard_folder
-from rmd_plugin.guard.network import GuardNetwork, Verdicts
-from rmd_plugin.pictures import read_picture, upright_rgb
 
 Kind = Literal["images", "texts", "features"]
+Threshold = float | Tensor | Sequence[float]
 
 #: items that go through the network at once if a guard is called with many
 _BATCH = 64
@@ -38,6 +38,52 @@ class Verdict(NamedTuple):
     nearest_class: str | list[str]  #: the class that the detector finds nearest
 
 
+class Verdicts(NamedTuple):
+    """What a guard says of a batch; each of shape (B,) but the logits."""
+
+    logits: Tensor  #: shape (B, K)
+    label: Tensor  #: the predicted class, of the largest logit
+    nearest: Tensor  #: the class that the detector finds nearest; the predicted one for detectors without classes
+    score: Tensor  #: higher is more OOD
+    p_value: Tensor  #: float64
+    is_ood: Tensor  #: bool: whether the score lies above the threshold
+
+
+class GuardNetwork(nn.Module):
+    """Encoder, head and calibrated detector in one module: prepared inputs to verdicts.
+
+    Args:
+        encoder: maps prepared inputs to features.
+        head: maps features to logits.
+        detector: fitted on such features, or on such logits, and calibrated.
+        threshold: the score above which an item is OOD; one for each of the K classes of a calibration per class; None
+            where the detector itself decides, by its folds.
+    """
+
+    threshold: Tensor | None
+
+    def __init__(self, encoder: nn.Module, head: nn.Linear, detector: Calibrated, threshold: Threshold | None) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, head
+        self.on_logits = isinstance(detector.detector, LogitsDetector)
+        #: whether the scores are a graph; those of some detectors of the framework are computed in Python
+        self.exportable = self.on_logits or hasattr(detector.detector, "to_module")
+        self.decision: Any = detector.to_module() if self.exportable else detector
+        limit = None if threshold is None else torch.as_tensor(threshold, dtype=torch.float64)
+        self.register_buffer("threshold", limit)
+
+    def forward(self, batch: Tensor) -> Verdicts:
+        """Verdicts on a batch of prepared inputs."""
+        features = widened(pool_features(self.encoder(batch)))
+        logits = self.head(features.to(self.head.weight.dtype))
+        label = logits.argmax(1)
+        score, nearest, p_value, is_ood = self.decision.judge(logits if self.on_logits else features)
+        nearest = label if nearest is None else nearest
+        if self.threshold is not None:
+            is_ood = ~(score.double() <= (self.threshold[nearest] if self.threshold.ndim else self.threshold))
+        return Verdicts(logits, label, nearest, score, p_value, is_ood)
+
+
 class Guard:
     """A classifier that says when it does not know: score, p-value, decision and class of anything that is shown to it.
 
@@ -50,10 +96,10 @@ class Guard:
             ``.head``.
         detector: a detector on its features or logits, fitted and calibrated.
         class_names: names of the classes, as many as the head has.
-        transform: raw picture or text to input of the network; None if inputs are tensors. One that cannot be written
-            to a file is refused with the step that is at fault.
+        transform: raw picture or text to input of the network; None if inputs are tensors.
         input_shape: shape of one input, where there is no transform.
         about: what else is to stand in ``guard.json``: metrics, data, command.
+        threshold: the score above which an item is flagged; by default that of the detector's alpha.
 
     Example:
         >>> import torch
@@ -77,27 +123,28 @@ class Guard:
         transform: Any = None,
         input_shape: Sequence[int] = (),
         about: Mapping[str, Any] | None = None,
+        threshold: Threshold | None = None,
     ) -> None:
         self.backbone: Backbone = as_backbone(backbone)
         head = self.backbone.head
         if head is None or head.out_features != len(class_names):
-            found = "no head" if head is None else f"a head for {head.out_features} classes"
-            raise ValueError(f"the network has {found}, but there are {len(class_names)} class_names.")
+            size = "no head" if head is None else f"a head for {head.out_features} classes"
+            raise ValueError(f"the network has {size}, but there are {len(class_names)} class_names.")
         if not isinstance(detector.detector, (FeaturesDetector, LogitsDetector)):
-            raise ValueError(
-                f"a guard takes detectors on features or logits, which {type(detector.detector).__name__} is not. "
-                "Take detector=fused, rmd, msp or energy."
-            )
+            name = type(detector.detector).__name__
+            raise ValueError(f"a guard takes detectors on features or logits, which {name} is not: detector=fused.")
         if transform is None and not input_shape:
             raise ValueError("a guard without a transform needs the shape of its inputs: input_shape=(D,).")
         self.detector = detector
         self.class_names = [str(name) for name in class_names]
-        self.transform: ImageTransform | Tokenise | None = None if transform is None else exportable(transform)
+        self.transform: Transform | None = transform
         self.input_shape = tuple(input_shape)
         self.about = dict(about or {})
-        self.digest = ""  #: of the folder that it was saved to or loaded from: the identity of the guard
         self.device = torch.device("cpu")
-        self.network = GuardNetwork(self.backbone.encoder, head, detector).requires_grad_(False)
+        self.drift: DriftAlarm | None = None
+        if threshold is None and not detector.fold_detectors:
+            threshold = detector.threshold()  # refuses one that is not calibrated
+        self.network = GuardNetwork(self.backbone.encoder, head, detector, threshold).requires_grad_(False)
 
     @property
     def kind(self) -> Kind:
@@ -112,13 +159,15 @@ class Guard:
         return self.detector.alpha
 
     @property
-    def threshold(self) -> float | Tensor:
+    def threshold(self) -> float | Tensor | None:
         """The score above which an item is flagged; with a calibration per class one for each, shape (K,)."""
-        return self.threshold_at(self.alpha)
+        threshold = self.network.threshold
+        return threshold if threshold is None or threshold.ndim else float(threshold)
 
-    def threshold_at(self, alpha: float) -> float | Tensor:
-        """The same for another share of false alarms; ValueError if there were too few calibration samples for it."""
-        return self.detector.threshold(alpha)
+    @property
+    def threshold_values(self) -> float | list[float] | None:
+        """The same as plain numbers."""
+        return None if self.network.threshold is None else self.network.threshold.tolist()
 
     def __repr__(self) -> str:
         return f"<Guard of {self.kind}: {len(self.class_names)} classes, {self.detector!r}>"
@@ -144,7 +193,7 @@ class Guard:
             return self.transform(item)
         if self.transform is not None:
             return self.transform(_picture(item))
-        values = torch.as_tensor(np.asarray(item) if not isinstance(item, Tensor) else item)
+        values = item if isinstance(item, Tensor) else torch.tensor(np.asarray(item))
         if tuple(values.shape) != self.input_shape:
             raise ValueError(f"expected values of shape {self.input_shape}, got {tuple(values.shape)}.")
         like = next(self.backbone.encoder.parameters(), torch.empty(0))
@@ -152,38 +201,42 @@ class Guard:
 
     def judge(self, batch: Tensor) -> Verdicts:
         """Verdicts on a batch of prepared items, stacked."""
-        with torch.no_grad(), evaluating(self.network):
-            return self.network(batch.to(self.device))
+        with torch.no_grad():
+            verdicts: Verdicts = self.network.eval()(batch.to(self.device))
+        if self.drift is not None:
+            self.drift.update(verdicts.score.masked_fill(verdicts.score.isnan(), torch.inf))
+        return verdicts
 
-    def __call__(self, what: Any) -> Verdict:
+    def watch(self, level: float = 0.01, every: int | None = None, seed: int = 0) -> DriftAlarm:
+        """An alarm that every verdict from now on updates: are the items still like those of the calibration?
+
+        Args:
+            level: chance of ever raising a false alarm.
+            every: in place of it, the mean number of items between false alarms. See :class:`rmd_plugin.DriftAlarm`.
+            seed: draws the order among equal scores.
+        """
+        self.drift = self.detector.drift_alarm(level, every, seed)
+        return self.drift
+
+    def __call__(self, items: Any) -> Verdict:
         """Judge one item, a list of items, or a batch: an array or tensor with one axis more than an item has."""
-        items = self._items(what)
-        if items is None:
-            verdicts = self.judge(self.prepare(what).unsqueeze(0))
-            return Verdict(
-                verdicts.score.item(),
-                verdicts.p_value.item(),
-                bool(verdicts.is_ood),
-                self.class_names[int(verdicts.label)],
-                self.class_names[int(verdicts.nearest)],
-            )
+        if not self._is_batch(items):
+            columns: Any = self([items])
+            return Verdict(*(column[0] if isinstance(column, list) else column[0].item() for column in columns))
         if not len(items):
             raise ValueError("there is nothing to judge: the list is empty.")
         chunks = (items[start : start + _BATCH] for start in range(0, len(items), _BATCH))
-        parts = [self.judge(torch.stack([self.prepare(item) for item in chunk])) for chunk in chunks]
-        found = Verdicts(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
-        names = ([self.class_names[k] for k in labels.tolist()] for labels in (found.label, found.nearest))
-        return Verdict(found.score, found.p_value, found.is_ood, *names)
+        judged = [self.judge(torch.stack([self.prepare(item) for item in chunk])) for chunk in chunks]
+        verdicts = Verdicts(*(torch.cat(column).cpu() for column in zip(*judged, strict=True)))
+        names = ([self.class_names[k] for k in labels.tolist()] for labels in (verdicts.label, verdicts.nearest))
+        return Verdict(verdicts.score, verdicts.p_value, verdicts.is_ood, *names)
 
-    def _items(self, what: Any) -> Any:
-        """The items of a list or batch; None if it is one item."""
-        arrays = isinstance(what, (np.ndarray, Tensor))
-        if self.kind == "features":
-            values = what if arrays else np.asarray(what)
-            return values if values.ndim == len(self.input_shape) + 1 else None
-        if arrays:
-            return what if what.ndim == 4 else None
-        return what if isinstance(what, Sequence) and not isinstance(what, (str, bytes)) else None
+    def _is_batch(self, items: Any) -> bool:
+        if self.kind == "features" and not isinstance(items, (np.ndarray, Tensor)):
+            items = np.asarray(items)
+        if isinstance(items, (np.ndarray, Tensor)):
+            return items.ndim == (len(self.input_shape) + 1 if self.kind == "features" else 4)
+        return isinstance(items, Sequence) and not isinstance(items, (str, bytes))
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -203,7 +256,7 @@ class Guard:
     def load(
         cls, folder: str | os.PathLike[str], *, backbone: nn.Module | None = None, device: torch.device | str = "cpu"
     ) -> Self:
-        """Read what :meth:`save` wrote. Nothing in the folder is executed, and one that was altered is refused.
+        """Read what :meth:`save` wrote; nothing in the folder is executed. ``threshold`` in ``guard.json`` decides.
 
         Args:
             folder: of the guard.
@@ -212,12 +265,71 @@ class Guard:
             device: where it is to run.
 
         Raises:
-            GuardError: a ValueError; if the folder is no guard, is not whole or was altered.
+            ValueError: if the folder is no guard, or is damaged.
         """
-        parts = guard_folder.load(Path(folder), backbone)
-        guard = cls(**parts.made_of)
-        guard.digest = parts.digest
-        return guard.to(device)
+        return cls(**guard_folder.load(Path(folder), backbone)).to(device)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        onnx: bool = True,
+        license: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        create_pr: bool = False,
+        commit_message: str = "Upload a guard of rmd-plugin",
+    ) -> str:
+        """Upload the folder of the guard to the Hugging Face hub (extra ``hf``), with a model card.
+
+        Args:
+            repo_id: ``USER/NAME``; created if it does not exist. Files of an earlier guard are replaced.
+            onnx: with ``model.onnx``, see :meth:`save`.
+            license: of the weights, as the hub names it, for example ``apache-2.0``.
+            private: whether a new repository is private; None is the default of the account.
+            token: by default that of ``hf auth login``.
+            create_pr: open a pull request in place of a commit.
+            commit_message: of the commit.
+
+        Returns:
+            Address of the commit, or of the pull request.
+        """
+        from rmd_plugin.guard import hub
+
+        return hub.push(
+            self, repo_id, onnx=onnx, license=license, private=private, token=token, create_pr=create_pr,
+            commit_message=commit_message,
+        )  # fmt: skip
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+        backbone: nn.Module | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Load a guard from a folder, or from a repository of the Hugging Face hub (extra ``hf``).
+
+        Nothing in it is executed, see :meth:`load`; pin what you deploy with a commit as ``revision``.
+
+        Args:
+            name: a folder, or ``USER/NAME``.
+            revision: branch, tag or commit.
+            token: by default that of ``hf auth login``.
+            cache_dir: where downloads are kept; by default the cache of ``huggingface_hub``.
+            local_files_only: use what was downloaded before.
+            backbone: as in :meth:`load`.
+            device: where it is to run.
+        """
+        from rmd_plugin.guard import hub
+
+        options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        return cls.load(hub.download(os.fspath(name), **options), backbone=backbone, device=device)
 
     def to_module(self) -> nn.Module:
         """One graph from raw items to verdicts, for ``torch.export`` and ONNX.
@@ -238,10 +350,5 @@ def _picture(item: Any) -> Image.Image | Tensor:
     if isinstance(item, (str, os.PathLike)):
         return read_picture(item)
     if isinstance(item, np.ndarray):
-        if item.dtype != np.uint8 or not (item.ndim == 2 or (item.ndim == 3 and item.shape[2] in (1, 3))):
-            raise ValueError(
-                f"expected a picture of uint8 and shape (H, W, 3), (H, W, 1) or (H, W), got {item.dtype} of shape "
-                f"{item.shape}."
-            )
-        item = Image.fromarray(np.squeeze(item, 2) if item.ndim == 3 and item.shape[2] == 1 else item)
+        item = Image.fromarray(item[..., 0] if item.ndim == 3 and item.shape[2] == 1 else item)
     return upright_rgb(item) if isinstance(item, Image.Image) else item

@@ -1,7 +1,4 @@
-"""The Lightning callback that records what figure 3 shows above the AUROC: accuracy on training and held-out samples.
-
-Config: ``callbacks.accuracy: {_target_: rmd_plugin.paper.accuracy.AccuracyRecorder}``.
-"""
+"""A Lightning callback that records what figure 3 shows above the AUROC: accuracy on training and held-out samples."""
 
 from __future__ import annotations
 
@@ -15,13 +12,11 @@ from pytorch_lightning.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from rmd_plugin.atomic import replacing
-from rmd_plugin.encoding.isolation import evaluating
+from rmd_plugin.detectors.detectors import evaluating
+from rmd_plugin.files import replacing
 
 #: what it leaves in the folder of a run
 ACCURACIES = "accuracies.json"
-
-Point = tuple[int, float, float]
 
 
 class AccuracyRecorder(Callback):
@@ -32,16 +27,13 @@ class AccuracyRecorder(Callback):
 
     def __init__(self, samples: int = 1000) -> None:
         self.samples = samples
-        self.points: list[Point] = []  #: step, training accuracy, held-out accuracy
+        self.points: list[tuple[int, float, float]] = []  #: step, training accuracy, held-out accuracy
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add a point."""
         held_out = trainer.callback_metrics.get("val/acc")
         if trainer.sanity_checking or held_out is None or not trainer.is_global_zero:
             return
-        self.points.append((trainer.global_step, self._train_accuracy(trainer, pl_module), float(held_out)))
-
-    def _train_accuracy(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> float:
         loader = cast(Any, trainer).datamodule.fit_dataloader()
         count = min(self.samples, len(loader.dataset))
         # every class is in it: the training data may be sorted by class
@@ -50,9 +42,9 @@ class AccuracyRecorder(Callback):
         with evaluating(pl_module), torch.no_grad():
             # a generator of its own: the training must not notice
             for x, y in DataLoader(chosen, loader.batch_size, generator=torch.Generator()):
-                predicted = cast(Tensor, pl_module(x.to(pl_module.device))).argmax(1)
-                right += int((predicted.cpu() == y).sum())
-        return right / max(count, 1)
+                logits = cast(Tensor, pl_module(x.to(pl_module.device)))
+                right += int((logits.argmax(1).cpu() == y).sum())
+        self.points.append((trainer.global_step, right / max(count, 1), float(held_out)))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write all points into the folder of the run."""
@@ -67,10 +59,3 @@ class AccuracyRecorder(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the points of a checkpoint."""
         self.points = list(state_dict["points"])
-
-
-def read_accuracies(folder: Path) -> list[Point]:
-    """What a recorder left in the folder of a run; empty if there was none."""
-    file = folder / ACCURACIES
-    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-    return [(step, train, held_out) for step, train, held_out in found]

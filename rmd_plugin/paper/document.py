@@ -1,177 +1,159 @@
-"""The paper's numbers beside ours: as a table, and all studies together as a document."""
+"""The paper's numbers beside ours: as tables, and all studies together as a document."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pandas as pd  # type: ignore[import-untyped]
 from jinja2 import Environment, PackageLoader
 
-from rmd_plugin.atomic import replacing
-from rmd_plugin.paper.order import order, rankings, smallest_lead
+from rmd_plugin.files import replacing
 from rmd_plugin.paper.published import ADDRESS, TABLES, TITLE
-from rmd_plugin.paper.result import PaperNumber
-from rmd_plugin.paper.studies import SUMMARY
-from rmd_plugin.report.table import Cell, Column, Table, to_markdown
+from rmd_plugin.paper.reproduce import SUMMARY
+from rmd_plugin.report.names import label
+from rmd_plugin.report.tables import Cell, Column, Table, to_markdown
 
 
-@dataclass
-class StudySummary:
-    """One finished study on disk: what the document is made of."""
+class Ranking(NamedTuple):
+    """AUROC of the methods in one setting, in percent by name; the same methods on both sides, unless ours is empty."""
 
-    study: str
-    about: str  #: which part of the paper it belongs to
-    scale: str
-    comparisons: list[PaperNumber] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    figures: dict[str, str] = field(default_factory=dict)  #: file names of its pictures, without suffix -> caption
-    seconds: float = math.nan  #: how long it took, runs that were found ready not counted
-    commands: dict[str, str] = field(default_factory=dict)  #: how each line is run at the paper's scale
-    command: str = ""  #: how this was made
-    versions: dict[str, Any] = field(default_factory=dict)
-    machine: str = ""
+    line: str
+    paper: dict[str, float]
+    ours: dict[str, float]
 
     @property
-    def ready(self) -> dict[str, str]:
-        """Lines that were not run here, with the command that runs each."""
-        missing = dict.fromkeys(item.what for item in self.comparisons if not item.run)
-        return {what: self.commands[what] for what in missing if what in self.commands}
-
-    def write(self, folder: str | os.PathLike[str]) -> None:
-        """Write it as JSON; NaN, which JSON does not have, as null."""
-        content = asdict(self)
-        content["comparisons"] = [
-            {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in item.items()}
-            for item in content["comparisons"]
-        ]
-        with replacing(Path(folder) / SUMMARY) as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-
-    @classmethod
-    def read(cls, folder: str | os.PathLike[str]) -> StudySummary:
-        """Read what :meth:`write` wrote, and refuse anything else."""
-        path = Path(folder) / SUMMARY
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            items: list[dict[str, Any]] = [
-                {key: math.nan if value is None else value for key, value in item.items()}
-                for item in content.pop("comparisons")
-            ]
-            return cls(comparisons=[PaperNumber(**item) for item in items], **content)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} does not hold the summary of a study: {error}") from error
+    def same(self) -> bool | None:
+        """Whether the methods come in the same order; None if there is nothing of ours to compare."""
+        return order(self.paper) == order(self.ours) if self.ours else None
 
 
-def comparison_table(comparisons: Sequence[PaperNumber], title: str = "", *, remarks_below: bool = False) -> Table:
-    """Paper, ours and the difference; then what we ran and why it differs.
+def rankings(numbers: pd.DataFrame) -> list[Ranking]:
+    """The settings for which the paper has at least two methods, with ours where at least two of them were run."""
+    published = numbers[(numbers["detector"] != "") & numbers["paper"].notna()]
+    result = []
+    for (line, _), group in published.groupby(["line", "setting"], sort=False):
+        measured = group[group["ours"].notna()]
+        methods = measured if len(measured) > 1 else group
+        if len(methods) > 1:
+            values = methods.set_index(methods["detector"].map(label))
+            ours = values["ours"].to_dict() if len(measured) > 1 else {}
+            result.append(Ranking(line, values["paper"].to_dict(), ours))
+    return result
 
-    With ``remarks_below`` the latter goes below the table, where a terminal is too narrow for another column.
+
+def order(values: Mapping[str, float]) -> str:
+    """Names with the best first; those that are printed the same stand in the order of their names.
+
+    Example:
+        >>> order({"MD": 74.91, "RMD": 81.01, "MSP": 80.14})
+        'RMD > MSP > MD'
+        >>> order({"RMD": 72.041, "MD": 72.039})
+        'MD = RMD'
     """
-    columns = [Column("Setting of the paper", "left"), Column("Number", "left")]
+    ranked = sorted((-round(value, 2), name) for name, value in values.items())
+    text = ranked[0][1]
+    for (before, _), (value, name) in pairwise(ranked):
+        text += f" {'=' if value == before else '>'} {name}"
+    return text
+
+
+def smallest_lead(values: Mapping[str, float]) -> float:
+    """The least difference between neighbours of the order, in points; NaN below two methods."""
+    return min((one - other for one, other in pairwise(sorted(values.values(), reverse=True))), default=math.nan)
+
+
+def comparison_table(numbers: pd.DataFrame, title: str = "") -> Table:
+    """Paper, ours and the difference; then what we ran and why it differs, not repeated from line to line."""
+    columns = [Column("Setting of the paper", align="left"), Column("Number", align="left")]
     columns += [Column("paper"), Column("ours"), Column("difference")]
-    rows, remarks = [], []
-    for item in comparisons:
-        numbers = (_number(item.paper, item.metric), _ours(item), _number(item.difference, item.metric, sign="+"))
-        rows.append([Cell(text) for text in (item.what, item.metric, *numbers)])
-        remarks.append((item.what, _remark(item)))
-    if remarks_below:
-        notes = [f"{what}: {remark}." for what, remark in dict.fromkeys(remarks) if remark]
-        return Table(columns, rows, title=title, notes=notes)
-    for row, remark, before in zip(rows, remarks, [None, *remarks], strict=False):
-        row.append(Cell("" if remark == before else remark[1]))  # what stands in the line above is not said again
-    return Table([*columns, Column("What we ran, and why it differs", "left")], rows, title=title)
+    columns.append(Column("What we ran, and why it differs", align="left"))
+    rows, previous = [], None
+    for item in numbers.itertuples():
+        ours = _shown(item.ours, item.metric) or "not run"
+        ours += "" if math.isnan(item.spread) else f" ± {item.spread:.2f}"
+        difference = _shown(item.ours - item.paper, item.metric, sign="+")
+        texts = [item.setting, item.reason] if not math.isnan(item.ours) else ["not run", item.reason]
+        remark = (": " if texts[0] == "not run" else ". ").join(filter(None, texts))
+        shown = "" if (item.line, remark) == previous else remark
+        rows.append([*map(Cell, (item.line, item.metric, _shown(item.paper, item.metric), ours, difference, shown))])
+        previous = item.line, remark
+    return Table(columns, rows, title=title)
 
 
-def order_table(comparisons: Sequence[PaperNumber]) -> Table | None:
-    """Who leads whom in the paper and in ours, and whether that is the same; None if the paper compares nothing."""
-    columns = [Column(title, "left") for title in ("Setting of the paper", "order in the paper", "ours", "same order")]
+def order_table(numbers: pd.DataFrame) -> Table:
+    """Who leads whom in the paper and in ours, and whether that is the same."""
+    columns = [
+        Column(title, align="left") for title in ("Setting of the paper", "order in the paper", "ours", "same order")
+    ]
     columns += [Column("smallest lead, paper"), Column("ours")]
     rows = []
-    for item in rankings(comparisons):
-        texts = item.what, order(item.paper), order(item.ours) if item.ours else "not run"
-        same = Cell({True: "yes", False: "no", None: ""}[item.same], bold=item.same is False)
-        leads = [_number(smallest_lead(values), "") for values in (item.paper, item.ours)]
-        rows.append([*map(Cell, texts), same, *map(Cell, leads)])
-    return Table(columns, rows) if rows else None
+    for ranking in rankings(numbers):
+        texts = ranking.line, order(ranking.paper), order(ranking.ours) if ranking.ours else "not run"
+        same = Cell({True: "yes", False: "no", None: ""}[ranking.same], bold=ranking.same is False)
+        leads = [Cell(_shown(smallest_lead(values))) for values in (ranking.paper, ranking.ours)]
+        rows.append([*map(Cell, texts), same, *leads])
+    return Table(columns, rows)
 
 
-def reproduction_document(summaries: Sequence[StudySummary], pictures: Mapping[str, str]) -> str:
+def _shown(value: float, metric: str = "", *, sign: str = "") -> str:
+    counts = metric.startswith(("leading directions", "d at"))
+    return "" if math.isnan(value) else f"{value:{sign}.{0 if counts else 2}f}"
+
+
+def write_study(folder: Path, numbers: pd.DataFrame, **about: Any) -> None:
+    """Write the summary of a finished study, from which the document is made."""
+    records = json.loads(numbers.to_json(orient="records", double_precision=15))  # NaN, which JSON has not, as null
+    with replacing(folder / SUMMARY) as file:
+        json.dump({**about, "numbers": records}, file, indent=2)
+
+
+def read_study(folder: Path) -> dict[str, Any]:
+    """What :func:`write_study` wrote."""
+    summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    numbers = pd.DataFrame(summary["numbers"])
+    return {**summary, "numbers": numbers.astype(dict.fromkeys(("paper", "ours", "spread"), float))}
+
+
+def write_document(path: Path, folders: Sequence[Path], *, pictures_dir: str = "reproduction") -> None:
+    """Write the document about all finished studies, with the pictures in a folder beside it."""
+    summaries = {folder: read_study(folder) for folder in folders if (folder / SUMMARY).is_file()}
+    if not summaries:
+        raise ValueError("no study was run yet, so there is nothing to document. Run rmd-reproduce study=NAME first.")
+    target = path.parent / pictures_dir
+    target.mkdir(parents=True, exist_ok=True)
+    for folder, summary in summaries.items():
+        for name in summary["figures"]:
+            shutil.copyfile(folder / f"{name}.png", target / f"{name}.png")
+    with replacing(path) as file:
+        file.write(reproduction_document(list(summaries.values()), pictures_dir))
+
+
+def reproduction_document(summaries: Sequence[Mapping[str, Any]], pictures_dir: str) -> str:
     """The document: for every study its table and pictures, what was run on what, and what was not run."""
-    numbers = [item for summary in summaries for item in summary.comparisons]
+    numbers = pd.concat([summary["numbers"] for summary in summaries])
+    versions = [summary["versions"] for summary in summaries]
     # Markdown, not HTML: nothing is escaped
     environment = Environment(loader=PackageLoader("rmd_plugin.paper"), trim_blocks=True, lstrip_blocks=True)
     text = environment.get_template("reproduction.md").render(
         title=TITLE,
         address=ADDRESS,
-        measured=sum(item.run and not math.isnan(item.paper) for item in numbers),
-        missing=sum(not item.run for item in numbers),
-        orders=[item for summary in summaries if summary.study in TABLES for item in rankings(summary.comparisons)],
-        machines=_machines(summaries),
+        measured=int((numbers["ours"].notna() & numbers["paper"].notna()).sum()),
+        missing=int(numbers["ours"].isna().sum()),
+        orders=[item for summary in summaries if summary["study"] in TABLES for item in rankings(summary["numbers"])],
+        machines=sorted({summary["machine"] for summary in summaries}),
+        packages=versions[0]["packages"],
+        commits=list(dict.fromkeys(item["commit"][:12] + item["commit"][40:] for item in versions if "commit" in item)),
+        minutes=sum(summary["seconds"] for summary in summaries) / 60,
         summaries=summaries,
-        pictures=pictures,
-        table=lambda summary: to_markdown(comparison_table(summary.comparisons)),
-        leads=lambda summary: to_markdown(found) if (found := order_table(summary.comparisons)) else "",
+        pictures_dir=pictures_dir,
+        table=lambda numbers: to_markdown(comparison_table(numbers)),
+        leads=lambda numbers: to_markdown(order_table(numbers)) if rankings(numbers) else "",
+        not_run=lambda numbers: list(dict.fromkeys(numbers["line"][numbers["ours"].isna()])),
     )
     return text.rstrip() + "\n"
-
-
-def write_document(
-    path: str | os.PathLike[str], folders: Sequence[Path], *, pictures_dir: str = "reproduction"
-) -> Path:
-    """Write the document, with the pictures in a folder beside it."""
-    path = Path(path)
-    found = [(folder, StudySummary.read(folder)) for folder in folders if (folder / SUMMARY).is_file()]
-    if not found:
-        raise ValueError("no study was run yet, so there is nothing to document. Run rmd-reproduce study=NAME first.")
-    target = path.parent / pictures_dir
-    target.mkdir(parents=True, exist_ok=True)
-    pictures = {}
-    for folder, summary in found:
-        for name in summary.figures:
-            source = folder / f"{name}.png"
-            if source.is_file():
-                shutil.copyfile(source, target / source.name)
-                pictures[name] = f"{pictures_dir}/{source.name}"
-    with replacing(path) as file:
-        file.write(reproduction_document([summary for _, summary in found], pictures))
-    return path
-
-
-def _machines(summaries: Sequence[StudySummary]) -> str:
-    machines = dict.fromkeys(summary.machine for summary in summaries if summary.machine)
-    commits = dict.fromkeys(str(summary.versions.get("commit", "")) for summary in summaries)
-    packages = summaries[0].versions.get("packages", {}) if summaries else {}
-    shown = [f"{name} {packages[name]}" for name in ("torch", "pytorch-ood", "pytorch-lightning") if name in packages]
-    short = [commit[:12] + ("+changes" if commit.endswith("+changes") else "") for commit in commits if commit]
-    text = f"Run on {'; '.join(machines)}" if machines else "Run"
-    text += f" with {', '.join(shown)}" if shown else ""
-    text += f", commit {', '.join(short)}" if short else ""
-    total = sum(summary.seconds for summary in summaries if not math.isnan(summary.seconds))
-    return f"{text}; {total / 60:.0f} minutes in all, without trainings that were finished before."
-
-
-def _remark(item: PaperNumber) -> str:
-    if not item.run:
-        return f"not run: {item.reason}" if item.reason else "not run"
-    return ". ".join(part for part in (item.setting, item.reason) if part)
-
-
-def _number(value: float, metric: str, *, sign: str = "") -> str:
-    if math.isnan(value):
-        return ""
-    counts = metric.startswith(("leading directions", "d at"))
-    return f"{value:{sign}.{0 if counts else 2}f}"
-
-
-def _ours(item: PaperNumber) -> str:
-    if not item.run:
-        return "not run"
-    text = _number(item.ours, item.metric)
-    return text if math.isnan(item.spread) else f"{text} ± {item.spread:.2f}"
