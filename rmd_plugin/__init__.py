@@ -7,49 +7,44 @@ from typing import TYPE_CHECKING
 
 from rmd_plugin.lazy import lazy_names
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # public name -> module that defines it
 _EXPORTS = {
-    "RMD": "detectors.mahalanobis",
-    "Calibrated": "detectors.calibrated",
-    "CalibrationScores": "detectors.calibration_scores",
-    "ClassMoments": "detectors.class_moments",
-    "FlowLikelihood": "detectors.flows.detectors",
+    "RMD": "detectors.detectors",
+    "Calibrated": "detectors.conformal",
+    "CalibrationScores": "detectors.conformal",
+    "ClassMoments": "detectors.moments",
+    "DriftAlarm": "detectors.drift",
+    "FlowLikelihood": "detectors.flows",
     "FusedRMD": "detectors.fused",
     "Guard": "guard.guard",
-    "Mahalanobis": "detectors.mahalanobis",
-    "MarginalMahalanobis": "detectors.mahalanobis",
+    "Mahalanobis": "detectors.detectors",
+    "MarginalMahalanobis": "detectors.detectors",
     "Moments": "detectors.moments",
-    "MultiLayer": "detectors.multi_layer",
-    "NumericalWarning": "detectors.functional",
+    "NumericalWarning": "detectors.moments",
     "OODMonitor": "monitor.callback",
     "OODScores": "compare.metrics",
-    "PartialMahalanobis": "detectors.mahalanobis",
-    "RelativeFlow": "detectors.flows.detectors",
-    "fit_table": "table.fit",
-    "load_detector": "detectors.base",
-    "score_table": "table.score",
-    "table_state": "table.fit",
+    "PartialMahalanobis": "detectors.detectors",
+    "RelativeFlow": "detectors.flows",
+    "fit_table": "tables",
+    "load_detector": "detectors.detectors",
+    "score_table": "tables",
+    "table_state": "tables",
 }
 
 __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
     from rmd_plugin.compare.metrics import OODScores
-    from rmd_plugin.detectors.base import load_detector
-    from rmd_plugin.detectors.calibrated import Calibrated
-    from rmd_plugin.detectors.calibration_scores import CalibrationScores
-    from rmd_plugin.detectors.class_moments import ClassMoments
-    from rmd_plugin.detectors.flows.detectors import FlowLikelihood, RelativeFlow
-    from rmd_plugin.detectors.functional import NumericalWarning
+    from rmd_plugin.detectors.conformal import Calibrated, CalibrationScores
+    from rmd_plugin.detectors.detectors import RMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis, load_detector
+    from rmd_plugin.detectors.drift import DriftAlarm
+    from rmd_plugin.detectors.flows import FlowLikelihood, RelativeFlow
     from rmd_plugin.detectors.fused import FusedRMD
-    from rmd_plugin.detectors.mahalanobis import RMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis
-    from rmd_plugin.detectors.moments import Moments
-    from rmd_plugin.detectors.multi_layer import MultiLayer
+    from rmd_plugin.detectors.moments import ClassMoments, Moments, NumericalWarning
     from rmd_plugin.guard.guard import Guard
     from rmd_plugin.monitor.callback import OODMonitor
-    from rmd_plugin.table.fit import fit_table, table_state
-    from rmd_plugin.table.score import score_table
+    from rmd_plugin.tables import fit_table, score_table, table_state
 
 __getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

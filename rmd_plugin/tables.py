@@ -1,353 +1,453 @@
-"""Tables of features on disk, streamed in batches of constant memory or mapped, never loaded whole.
+"""Detectors on tables of features in many files: one state or one file of scores per file, on processes or on Ray.
 
-==================  ===================================================================================================
-file                features, labels and splits are
-==================  ===================================================================================================
-.parquet, a folder  columns; features are a column of lists, or many columns of floats; a folder is one table
-.arrow, .feather    the same (IPC, as a file or as a stream)
-.npz, .safetensors  arrays by those names, features of shape (N, D)
-.npy                the features; ``a.npy`` has its labels in ``a.label.npy``, if that is what they are called
-==================  ===================================================================================================
-
-Nothing here unpickles a Python object. Numbers that are missing, NaN or infinite, lists of different lengths and other
-types are refused with file, row and column.
+Parquet, Arrow and CSV are read by pyarrow, from a disk or from any store that fsspec knows. Workers hold one batch.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import errno
-import json
-import math
+import logging
 import os
-import struct
-import zipfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
-import numpy as np
-from safetensors import safe_open
+import joblib  # type: ignore[import-untyped]
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+import pyarrow.csv  # type: ignore[import-untyped]
+import pyarrow.dataset as ds  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from pytorch_ood.api import Detector, RequiresFittingException
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from rmd_plugin.arrow_columns import (
-    ARROW,
-    PARQUET,
-    Columns,
-    Rows,
-    as_objects,
-    choose_columns,
-    find_lists,
-    read_rows,
-    read_schema,
-)
-from rmd_plugin.npz import brief, check_header
-from rmd_plugin.untrusted import DataFormatError, check_regular, check_zip
+from rmd_plugin.detectors.conformal import Calibrated, bare
+from rmd_plugin.detectors.detectors import StatefulDetector, load_detector
+from rmd_plugin.detectors.moments import ClassMoments, Moments
+from rmd_plugin.files import replacing, require
 
-_ARRAYS = (".npy", ".npz", ".safetensors")
-ENDINGS = (*PARQUET, *ARROW, *_ARRAYS)
-#: of a packed array after unpacking
-_MAX_BYTES = 1 << 42
-#: of the header of a safetensors file, as its own reader has it
-_MAX_HEADER = 100_000_000
-_SAFETENSORS = {
-    "F64": "f8",
-    "F32": "f4",
-    "F16": "f2",
-    "I64": "i8",
-    "I32": "i4",
-    "I16": "i2",
-    "I8": "i1",
-    "U8": "u1",
-}
+log = logging.getLogger(__name__)
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+OnBad = Literal["raise", "skip"]
+Fitted = TypeVar("Fitted", bound=Detector)
+Result = TypeVar("Result")
+
+FORMATS = {".parquet": "parquet", ".arrow": "ipc", ".feather": "ipc", ".csv": "csv"}
+_BATCH_ROWS = 4096
+#: key in the metadata of a file of scores: the hash of what it was computed from
+_SOURCE = b"rmd_plugin.scores_of"
 
 
-class Batch(NamedTuple):
-    """Rows of a table, in order."""
+def fit_table(
+    detector: Fitted,
+    paths: Paths,
+    features: str | Sequence[str] = "embedding",
+    labels: str = "label",
+    engine: str = "local",
+    *,
+    workers: int | None = None,
+    on_bad: OnBad = "raise",
+    state_dir: str | os.PathLike[str] | None = None,
+) -> Fitted:
+    """Fit a detector on Parquet, Arrow or CSV files, in constant memory per worker.
 
-    features: np.ndarray  #: shape (B, D), float32, finite
-    labels: np.ndarray | None  #: shape (B,): int64, or objects (whole numbers or texts, None where there is none)
-    splits: np.ndarray | None  #: shape (B,): texts as objects
-    path: Path  #: the file that they are from
-    start: int  #: which row of it the first one is
-
-
-class Piece(NamedTuple):
-    """Rows of features that lie in a file as plain numbers, one after the other."""
-
-    path: str
-    offset: int  #: in bytes
-    rows: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the features of a table lie, as numpy can map them."""
-
-    dtype: str  #: of numpy
-    width: int  #: D
-    pieces: Sequence[Piece]
-
-
-class Table:
-    """One table of features, in a file or a folder of Parquet files.
+    The result is the same, to rounding in float64, for every engine, number of workers and split into files. With
+    ``state_dir`` a run that was stopped goes on behind the files that it had finished.
 
     Args:
-        path: the file or folder.
-        features: name of the features; None takes the only column of lists, or else all columns of floats.
-        labels: name of the labels; a table need not have them.
-        split: name of the column that says to which split a row belongs; a table need not have it.
+        detector: one that is fitted on moments: RMD, Mahalanobis and their kin, or FusedRMD.
+        paths: a file, a folder (with all below it), a glob (``"embeddings/*.parquet"``), or several; local, or of any
+            store that fsspec knows (``s3://bucket/folder``).
+        features: name of the column of features, lists of D numbers; or the names of D columns of numbers.
+        labels: name of the column of labels, integers; rows with a label below zero are skipped.
+        engine: ``"local"``, processes on this machine, or ``"ray"``, tasks of the Ray cluster that is connected.
+        workers: processes of the local engine; by default one per processor. With 1 all is done in this process.
+        on_bad: what to do with a file that cannot be read or holds NaN: ``"raise"``, or ``"skip"`` it with a warning in
+            the log. No row of a skipped file counts.
+        state_dir: folder on a disk for the states of finished files, which all workers must see; kept for the next run.
+
+    Raises:
+        ValueError: with the file, if it is bad; if the detector is not fitted on moments, or there is no row with a
+            label >= 0. The columns of all files are checked before the work starts.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, torch, pyarrow as pa, pyarrow.parquet as pq
+        >>> from rmd_plugin import RMD, fit_table
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     np.savez(f"{folder}/a.npz", embedding=np.eye(3), label=np.array([0, 1, 1]))
-        ...     [(batch.features.shape, batch.labels.tolist()) for batch in Table(f"{folder}/a.npz").batches(2)]
-        [((2, 3), [0, 1]), ((1, 3), [1])]
+        ...     for part in range(2):
+        ...         rows = {"embedding": torch.randn(50, 4).tolist(), "label": (torch.arange(50) % 2).tolist()}
+        ...         pq.write_table(pa.table(rows), f"{folder}/{part}.parquet")
+        ...     fit_table(RMD(), folder, workers=1)
+        <RMD() fitted: 2 classes, 4 features>
     """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        features: str | None = "embedding",
-        labels: str | None = "label",
-        split: str | None = "split",
-    ) -> None:
-        self.path = Path(path)
-        self.features, self.labels, self.split = features, labels, split
-        if self.path.is_dir():
-            self.files = sorted(file for file in self.path.rglob("*.parquet") if not file.name.startswith((".", "_")))
-            if not self.files:
-                raise DataFormatError(self.path, "is a folder without Parquet files")
-        else:
-            self.files = [self.path]
-        for file in self.files:
-            check_regular(file)
-        if not self.path.is_dir() and self._ending not in ENDINGS:
-            raise DataFormatError(self.path, f"tables of features are read from {', '.join(ENDINGS)} files")
-
-    @property
-    def _ending(self) -> str:
-        return self.files[0].suffix.lower()
-
-    def batches(self, rows: int = 8192) -> Iterator[Batch]:
-        """The whole table in batches of at most so many rows, in order. All have the width of the first.
-
-        Raises:
-            DataFormatError: with file, row and column.
-        """
-        width = None
-        for file in self.files:
-            start = 0
-            with naming(file):
-                for found in self._rows(file, rows):
-                    if width not in (None, found.features.shape[1]):
-                        raise DataFormatError(
-                            file, f"row {start} has {found.features.shape[1]} features, the rows before have {width}"
-                        )
-                    width = found.features.shape[1]
-                    features = check_finite(file, start, found.features, self._titles)
-                    yield Batch(features, found.labels, found.splits, file, start)
-                    start += len(features)
-
-    def layout(self) -> Layout | None:
-        """Where the features lie, if they are plain numbers in one file; None if they have to be decoded."""
-        file = self.files[0]
-        with naming(file):
-            if self._ending in _ARRAYS:
-                return _find_arrays(file, self)[0].layout()
-            found = find_lists(file, self._columns) if self._ending in ARROW else None
-        if found is None or not found[1]:
-            return None
-        width = next(self.batches(1)).features.shape[1]
-        pieces = [Piece(os.fspath(file), offset, numbers // width) for offset, numbers in found[1]]
-        return Layout(found[0].str, width, pieces)
-
-    @cached_property
-    def _columns(self) -> Columns:
-        """The columns to read, by the schema of the first file."""
-        file = self.files[0]
-        return choose_columns(file, read_schema(file), self.features, self.labels, self.split)
-
-    @property
-    def _titles(self) -> list[str]:
-        return [] if self._ending in _ARRAYS else self._columns.titles
-
-    def _rows(self, file: Path, rows: int) -> Iterator[Rows]:
-        if self._ending not in _ARRAYS:
-            return read_rows(file, self._columns, rows)
-        return _array_rows(file, *_find_arrays(file, self), rows)
+    moments = table_moments(detector, paths, features, labels, engine, workers, on_bad, state_dir)
+    detector.fit_moments(moments)  # type: ignore[attr-defined]  # a Calibrated forwards it
+    return detector
 
 
-@contextlib.contextmanager
-def naming(file: str | Path) -> Iterator[None]:
-    """Errors of the libraries about the content of a file as ours, with its name."""
-    try:
-        yield
-    except DataFormatError:
-        raise
-    except Exception as error:  # the libraries raise nearly every kind on garbage
-        # of the system; those about the content have no number, or say that there is no such place in the file
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise
-        raise DataFormatError(file, f"cannot be read: {brief(error)}") from None
+def table_moments(
+    detector: Detector, paths: Paths, features: str | Sequence[str], labels: str, engine: str = "local",
+    workers: int | None = None, on_bad: OnBad = "raise", state_dir: str | os.PathLike[str] | None = None,
+) -> Moments:  # fmt: skip
+    """The moments of all files, on which a detector is fitted; options and errors are those of :func:`fit_table`."""
+    work = partial(_state_of, *_accumulator(detector), features, labels, state_dir)
+    files = _check_files(paths, features, labels, on_bad)
+    total = None
+    for file, moments in _run(work, files, on_bad, engine, workers):
+        if moments is not None and total is not None and moments.num_features != total.num_features:
+            raise ValueError(f"{file.path}: has {moments.num_features} features, the others {total.num_features}.")
+        if moments is not None:
+            total = moments if total is None else total + moments
+    if total is None:
+        raise ValueError(f"no row of {len(files)} files has a label >= 0 in column {labels!r}: nothing to fit on.")
+    return total
 
 
-def check_finite(file: Path, start: int, features: np.ndarray, names: Sequence[object] = ()) -> np.ndarray:
-    """Features of shape (B, D) as float32, refused with row and column if one is NaN or infinite there."""
-    # in the target type: a float64 beyond float32's range would become infinite later
-    with np.errstate(over="ignore", invalid="ignore"):
-        plain = np.ascontiguousarray(features, dtype=np.float32)
-    bad = np.argwhere(~np.isfinite(plain))
-    if len(bad):
-        row, column = bad[0]
-        name = names[column] if names else int(column)
-        raise DataFormatError(
-            file, f"row {start + row}, column {name!r} is {features[row, column]}; finite numbers are expected"
+def table_state(
+    detector: Detector, path: str, features: str | Sequence[str] = "embedding", labels: str = "label"
+) -> Moments | None:
+    """The moments of one file, on which a detector is fitted; None if it has no row with a label >= 0.
+
+    States of several files add up: ``detector.fit_moments(state_a + state_b)``. An engine of your own maps this
+    function over the files, see docs/scale.md.
+
+    Raises:
+        ValueError: if the file is bad.
+
+    Example:
+        >>> import os, tempfile
+        >>> import pyarrow as pa
+        >>> import pyarrow.parquet as pq
+        >>> from rmd_plugin import RMD
+        >>> rows = {"embedding": [[0.0, 1.0], [1.0, 0.0], [4.0, 5.0], [5.0, 4.0]], "label": [0, 0, 1, 1]}
+        >>> path = os.path.join(tempfile.mkdtemp(), "rows.parquet")
+        >>> pq.write_table(pa.table(rows), path)
+        >>> RMD(shrinkage=0.1).fit_moments(table_state(RMD(), path) + table_state(RMD(), path)).n_classes
+        2
+    """
+    (file,) = _check_files(path, features, labels, "raise")
+    return _state_of(*_accumulator(detector), features, labels, None, file)
+
+
+def score_table(
+    detector: Detector,
+    paths: Paths,
+    out: str | os.PathLike[str],
+    features: str | Sequence[str] = "embedding",
+    engine: str = "local",
+    *,
+    workers: int | None = None,
+    on_bad: OnBad = "raise",
+) -> list[str]:
+    """Score Parquet, Arrow or CSV files into Parquet files of the same names, row by row in the same order.
+
+    The columns are ``score`` and, of a :class:`rmd_plugin.Calibrated` detector, ``p_value`` and ``is_ood``. Files that
+    were finished in a run before, by the same detector and of the same table, are not scored again.
+
+    Args:
+        detector: fitted, one of ours, with a calibration or without.
+        paths: a file, a folder (with all below it), a glob, or several, as :func:`rmd_plugin.fit_table` takes them.
+        out: folder of the scores, local or of a store, which all workers must see.
+        features: name of the column of features, lists of D numbers; or the names of D columns of numbers.
+        engine: ``"local"``, processes on this machine, or ``"ray"``, tasks of the Ray cluster that is connected.
+        workers: processes of the local engine; by default one per processor. With 1 all is done in this process.
+        on_bad: what to do with a file that cannot be read: ``"raise"``, or ``"skip"`` it with a warning in the log. A
+            row with NaN or infinite features has the score NaN.
+
+    Returns:
+        Paths of the files of scores, without those of skipped files.
+
+    Raises:
+        ValueError: with the file, if it is bad. The columns of all files are checked before the work starts.
+        FileExistsError: if ``out`` holds a file of such a name that is none of scores: it is not replaced.
+
+    Example:
+        >>> import tempfile, torch, pyarrow as pa, pyarrow.parquet as pq
+        >>> from rmd_plugin import RMD, score_table
+        >>> detector = RMD().fit_features(torch.randn(100, 4), torch.arange(100) % 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pq.write_table(pa.table({"embedding": torch.randn(50, 4).tolist()}), f"{folder}/new.parquet")
+        ...     (scores,) = score_table(detector, f"{folder}/new.parquet", f"{folder}/scores", workers=1)
+        ...     pq.read_table(scores).schema.names
+        ['score']
+    """
+    inner = bare(detector)
+    if not isinstance(inner, StatefulDetector):
+        raise ValueError(f"{type(inner).__name__} is no detector of rmd_plugin, which worker processes could load.")
+    if not inner.fitted or (isinstance(detector, Calibrated) and detector.calibration is None):
+        raise RequiresFittingException(f"{detector!r} is not fitted or not calibrated, so it cannot score a table.")
+    files = _check_files(paths, features, None, on_bad)
+    state = detector.state_dict()  # type: ignore[attr-defined]
+    digest = joblib.hash(tree_map_only(Tensor, Tensor.numpy, state))  # of tensors it would hash addresses, too
+    work = partial(_score_file, state, digest, inner.num_features, features, os.fspath(out).rstrip("/"))
+    return [target for _, target in _run(work, files, on_bad, engine, workers)]
+
+
+def check_on_moments(kind: type) -> None:
+    """Refuse a class of detectors that is not fitted on moments."""
+    if not getattr(kind, "from_moments", False):
+        raise ValueError(
+            f"{kind.__name__} is not fitted on moments, which add up over files. Take RMD, Mahalanobis, "
+            "MarginalMahalanobis, PartialMahalanobis or FusedRMD, or fit on the rows that fit into memory."
         )
-    return plain
 
 
-# -- arrays -----------------------------------------------------------------------------------------------------------
+# -- what a worker does with a file -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Array:
-    """An array in a file, plain or packed as a member of an npz file."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    offset: int = 0  #: of its numbers in the file, or in the unpacked member
-    by_columns: bool = False
-    packed: bool = False
-    halves: bool = False  #: whether it is bfloat16, which numpy does not have: the upper halves of float32
-
-    def layout(self) -> Layout | None:
-        if self.packed or self.by_columns or self.halves:
-            return None
-        return Layout(self.dtype.str, self.shape[1], [Piece(os.fspath(self.path), self.offset, self.shape[0])])
-
-    def chunks(self, rows: int) -> Iterator[np.ndarray]:
-        """Its rows, at most so many at once."""
-        starts = range(0, self.shape[0], rows)
-        if self.packed and self.by_columns:
-            raise DataFormatError(self.path, f"array {self.name!r} is packed column by column; save it row by row")
-        if self.packed:
-            size = math.prod(self.shape[1:]) * self.dtype.itemsize
-            with zipfile.ZipFile(self.path) as archive, archive.open(f"{self.name}.npy") as stream:
-                stream.read(self.offset)
-                for start in starts:
-                    count = min(rows, self.shape[0] - start)
-                    content = stream.read(count * size)
-                    yield np.frombuffer(content, self.dtype).reshape(count, *self.shape[1:])
-            return
-        if math.prod(self.shape) == 0:  # nothing that could be mapped
-            return
-        order: Any = "F" if self.by_columns else "C"
-        mapped = np.memmap(self.path, self.dtype, "r", self.offset, self.shape, order)
-        for start in starts:
-            part = np.asarray(mapped[start : start + rows])
-            yield (part.astype(np.uint32) << 16).view(np.float32) if self.halves else part
+def _accumulator(detector: Detector) -> tuple[ClassMoments, type[Moments]]:
+    """An empty accumulator for a detector, and the class of the moments that it computes."""
+    inner: Any = bare(detector)
+    check_on_moments(type(inner))
+    return inner.new_moments(sync_on_compute=False), inner._kind
 
 
-def _find_arrays(file: Path, table: Table) -> tuple[_Array, _Array | None, _Array | None]:
-    """Features, labels and splits of a file of arrays, their shapes checked."""
-    ending = file.suffix.lower()
-    found = {".npy": _npy_arrays, ".npz": _npz_arrays, ".safetensors": _safetensors_arrays}[ending](file, table)
-    have = ", ".join(f"{array.name} {array.shape}" for array in found.values())[:500] or "nothing"
-    name = table.features
-    if name is None:
-        tables = [array.name for array in found.values() if len(array.shape) == 2]
-        if len(tables) != 1:
-            raise DataFormatError(file, f"must have one array of shape (N, D), or features=NAME; it has {have}")
-        (name,) = tables
-    if name not in found:
-        raise DataFormatError(file, f"has no array {name!r}; it has {have}. Name the features with features=")
-    features, labels, splits = (found.get(key) if key else None for key in (name, table.labels, table.split))
-    if features is None or len(features.shape) != 2 or features.dtype.kind not in "fiu" or not features.shape[1]:
-        shape = None if features is None else f"{features.dtype} of shape {features.shape}"
-        raise DataFormatError(file, f"{name!r} must be real numbers of shape (N, D), got {shape}")
-    for array, kinds, what in ((labels, "iuU", "whole numbers or texts"), (splits, "U", "texts")):
-        if array is not None and (array.shape != features.shape[:1] or array.dtype.kind not in kinds):
-            raise DataFormatError(
-                array.path,
-                f"{array.name!r} must be {what} of shape ({features.shape[0]},), got {array.dtype} of shape "
-                f"{array.shape}",
+def _state_of(
+    empty: ClassMoments,
+    kind: type[Moments],
+    features: str | Sequence[str],
+    labels: str,
+    state_dir: str | os.PathLike[str] | None,
+    file: TableFile,
+) -> Moments | None:
+    """The moments of a file, or those that a run before has kept."""
+    options = [getattr(empty, name, None) for name in ("normalize", "diagonal", "seed")]
+    state_path = os.path.join(
+        state_dir or "", f"{joblib.hash((file, features, labels, kind.__name__, options))}.safetensors"
+    )
+    if state_dir is not None and os.path.exists(state_path):
+        try:
+            return kind.load(state_path)
+        except ValueError as error:
+            log.warning("a state is computed again: %s", error)
+    metric = copy.deepcopy(empty)
+    for z, y in _read(file, features, labels):
+        metric.update(z, y)
+    moments = metric.compute() if bool(metric.counts.any()) else None
+    if state_dir is not None and moments is not None:
+        os.makedirs(state_dir, exist_ok=True)
+        moments.save(state_path)
+    return moments
+
+
+def _score_file(
+    state: dict[str, Any], digest: str, width: int, features: str | Sequence[str], out: str, file: TableFile
+) -> str:
+    """Write the scores of a file, unless that was done before; returns where they are."""
+    target = f"{out}/{file.name.removesuffix('.parquet')}.parquet"
+    source = joblib.hash((file, features, digest)).encode()
+    if _scored_from(target) == source:
+        return target
+    detector: Any = load_detector(state)
+    fields = [("score", pa.float32())]
+    if isinstance(detector, Calibrated):
+        fields += [("p_value", pa.float32()), ("is_ood", pa.bool_())]
+    schema = pa.schema(fields, metadata={_SOURCE: source})
+    options = {"write_page_checksum": True, "use_dictionary": False}
+    with _writing(target) as stream, pq.ParquetWriter(stream, schema, **options) as writer:
+        for z, _ in _read(file, features, None, width):
+            if isinstance(detector, Calibrated):
+                scores, _, p_values, decisions = detector.judge(z)
+                arrays = [scores.float(), p_values.float(), decisions]
+            else:
+                arrays = [detector.predict_features(z).float()]
+            writer.write_batch(pa.record_batch([pa.array(array.numpy()) for array in arrays], schema), 1 << 20)
+    return target
+
+
+def _scored_from(target: str) -> bytes | None:
+    """Hash of what a file of scores was computed from; None if there is no such file or its content is damaged."""
+    system, path = url_to_fs(target)
+    if not system.exists(path):
+        return None
+    source = None
+    try:
+        with system.open(path) as stream, pq.ParquetFile(stream, page_checksum_verification=True) as file:
+            source = (file.schema_arrow.metadata or {}).get(_SOURCE)
+            for _ in file.iter_batches() if source else ():
+                pass
+            damaged = False
+    except (pa.ArrowException, OSError):
+        damaged = True
+    if source is None:
+        raise FileExistsError(errno.EEXIST, "was not written by score_table: remove it or change out", target)
+    return None if damaged else bytes(source)
+
+
+def _run(
+    work: Callable[[TableFile], Result], files: Sequence[TableFile], on_bad: OnBad, engine: str, workers: int | None
+) -> Iterator[tuple[TableFile, Result]]:
+    """Files and what a function gives for each, in their order; a bad file is raised or skipped."""
+    if engine == "ray":
+        ray = require("ray", "ray", needed_by="engine=ray")
+        if not ray.is_initialized():
+            ray.init()  # the cluster that RAY_ADDRESS names, or one on this machine
+        shared = ray.put(work)  # once for all tasks: it may hold a detector
+        # not actors, whose processes would start and import anew at every call
+        tasks = [ray.remote(_attempt).remote(shared, file) for file in files]
+        results: Iterable[Any] = (ray.get(tasks.pop(0)) for _ in files)
+    elif engine in ("local", "threads"):
+        count = min(workers or os.cpu_count() or 1, len(files))
+        # no more than a few results wait in memory for the one before them
+        options: dict[str, Any] = {"return_as": "generator", "pre_dispatch": "2*n_jobs", "batch_size": 1}
+        pool = joblib.Parallel(count, prefer="threads" if engine == "threads" else None, max_nbytes=None, **options)
+        results = pool(joblib.delayed(_attempt)(work, file) for file in files)
+    else:
+        raise ValueError(f"engine must be 'local' or 'ray', got {engine!r}. docs/scale.md has recipes for others.")
+    for file, result in zip(files, results, strict=True):
+        if not isinstance(result, Exception):
+            yield file, result
+        elif on_bad == "skip":
+            log.warning("skipped %s", result)
+        else:
+            raise result
+
+
+def _attempt(work: Callable[[TableFile], Result], file: TableFile) -> Result | Exception:
+    """The result for a file, or what is wrong with its content."""
+    try:
+        return work(file)
+    except (ValueError, TypeError, pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system, such as a full disk
+            raise
+        return ValueError(f"{file.path}: {error}")
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+class TableFile(NamedTuple):
+    """One file of a table, as it was when the work began."""
+
+    path: str  #: with its scheme, if it is not local
+    name: str  #: below the folder that all files share
+    version: str  #: of its content, by size, time or tag
+
+
+def list_files(paths: Paths) -> list[TableFile]:
+    """All files of a table; hidden ones and those that begin with ``_`` belong to other programs.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    files: dict[str, tuple[str, str]] = {}
+    folders = []
+    for place in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
+        system, path = url_to_fs(os.fspath(place))
+        folder = os.path.dirname(re.split(r"[*?[]", path)[0])
+        if system.isdir(path):
+            folder, inside = path, system.find(path)
+        else:
+            inside = [path] if system.exists(path) else system.glob(path)
+        for name in inside:
+            hidden = any(part.startswith((".", "_")) for part in name[len(folder) :].split("/"))
+            if name == path or (os.path.splitext(name)[1].lower() in FORMATS and not hidden):
+                full = name if isinstance(system, LocalFileSystem) else system.unstrip_protocol(name)
+                files[full] = name, system.ukey(name)
+        folders.append(folder)
+    if not files:
+        raise FileNotFoundError(f"there is no {', '.join(FORMATS)} file in {paths}.")
+    shared = len(os.path.commonpath(folders))
+    return sorted(TableFile(full, name[shared:].lstrip("/"), version) for full, (name, version) in files.items())
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[Any]:
+    """A stream whose content becomes the file at ``path`` when the block ends without an error."""
+    system, inner = url_to_fs(path)
+    folder, name = os.path.split(inner)
+    system.makedirs(folder, exist_ok=True)
+    if isinstance(system, LocalFileSystem):
+        with replacing(inner, "wb") as stream:
+            yield stream
+    else:
+        aside = f"{folder}/.{name}.part"  # the next run writes over what a kill has left
+        with system.open(aside, "wb") as stream:
+            yield stream
+        system.mv(aside, inner)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _check_files(paths: Paths, features: str | Sequence[str], labels: str | None, on_bad: OnBad) -> list[TableFile]:
+    """The files that can be opened, all of them with the columns."""
+    files = list_files(paths)
+    schemas = list(_run(lambda file: _fragment(file).physical_schema, files, on_bad, "threads", 16))
+    for file, schema in schemas:
+        columns = _columns(features, labels)
+        if missing := [name for name in columns if name not in schema.names]:
+            option = "labels" if missing[0] == labels else "features"
+            have = ", ".join(schema.names)
+            raise ValueError(f"{file.path}: there is no column {missing[0]!r} in {have}. Name it by {option}=.")
+        kind = schema.field(columns[0]).type
+        if isinstance(features, str) and not hasattr(getattr(kind, "storage_type", kind), "value_field"):
+            raise ValueError(f"{file.path}: column {features!r} is {kind}; lists of numbers are expected.")
+        if labels is not None and not pa.types.is_integer(kind := schema.field(labels).type):
+            raise ValueError(f"{file.path}: column {labels!r} is {kind}; labels are integers, 0 to K - 1.")
+    if not schemas:
+        raise ValueError(f"none of the {len(files)} files can be read.")
+    return [file for file, _ in schemas]
+
+
+def _columns(features: str | Sequence[str], labels: str | None) -> list[str]:
+    return [*([features] if isinstance(features, str) else features), *([] if labels is None else [labels])]
+
+
+def _fragment(file: TableFile) -> ds.Fragment:
+    system, path = url_to_fs(file.path)
+    kind = FORMATS.get(os.path.splitext(path)[1].lower(), "parquet")
+    return next(ds.dataset(path, filesystem=system, format=kind).get_fragments())
+
+
+def _batches(file: TableFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """Some columns of a file in batches. A scanner of pyarrow.dataset would hold the whole file."""
+    fragment = _fragment(file)
+    with fragment.open() as stream:
+        if fragment.format.default_extname == "parquet":
+            # by pages: a row group may be as large as the file
+            with pq.ParquetFile(
+                stream, pre_buffer=False, buffer_size=4 << 20, page_checksum_verification=True
+            ) as table:
+                yield from table.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False)
+        elif fragment.format.default_extname == "csv":
+            yield from (batch.select(columns) for batch in pa.csv.open_csv(stream))
+        else:
+            reader = pa.ipc.open_file(stream)
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number).select(columns)
+                yield from (batch.slice(start, _BATCH_ROWS) for start in range(0, len(batch), _BATCH_ROWS))
+
+
+def _read(
+    file: TableFile, features: str | Sequence[str], labels: str | None, width: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features (B, D) in the type of the file, and labels (B,) if there are any; the tensors must not be written to."""
+    start = 0
+    for batch in _batches(file, _columns(features, labels)):
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            if column.null_count:
+                row = start + column.is_null().index(True).as_py()
+                raise ValueError(f"row {row} of column {name!r} is missing. Mark rows to leave out by label -1.")
+        if isinstance(features, str):
+            lists = getattr(batch.column(0), "storage", batch.column(0))  # of tensors, an extension type
+            lengths, numbers = pc.list_value_length(lists), lists.flatten()
+            width = width or lengths[0].as_py()
+            if (row := pc.equal(lengths, width).index(False).as_py()) >= 0 or numbers.null_count:
+                raise ValueError(f"row {start + row} of column {features!r} is not a list of {width} numbers.")
+            z = torch.from_dlpack(numbers).view(len(batch), width)
+        else:
+            z = torch.stack(
+                [torch.from_dlpack(column.cast(pa.float64())) for column in batch.columns[: len(features)]], 1
             )
-    return features, labels, splits
-
-
-def _array_rows(
-    file: Path, features: _Array, labels: _Array | None, splits: _Array | None, rows: int
-) -> Iterator[Rows]:
-    others = [None if array is None else array.chunks(rows) for array in (labels, splits)]
-    for part in features.chunks(rows):
-        found, words = (None if chunks is None else next(chunks) for chunks in others)
-        if found is not None:
-            if found.dtype.kind == "u" and len(found) and int(found.max()) > np.iinfo(np.int64).max:
-                raise DataFormatError(file, f"the labels hold {found.max()}, which is no class number")
-            found = as_objects(found.tolist()) if found.dtype.kind == "U" else found.astype(np.int64)
-        yield Rows(part, found, None if words is None else as_objects(words.tolist()))
-
-
-def _npy_arrays(file: Path, table: Table) -> dict[str, _Array]:
-    """The features under the name that is asked for, and what lies beside them."""
-    found = {}
-    beside = {name: file.with_suffix(f".{name}.npy") for name in (table.labels, table.split) if name}
-    for name, path in {table.features or "features": file, **beside}.items():
-        if path.is_file():
-            check_regular(path)
-            with open(path, "rb") as stream:
-                shape, by_columns, dtype = check_header(stream, os.path.getsize(path), path, "the file")
-                found[name] = _Array(path, name, shape, dtype, stream.tell(), by_columns)
-    return found
-
-
-def _npz_arrays(file: Path, table: Table) -> dict[str, _Array]:
-    found = {}
-    with zipfile.ZipFile(file) as archive:
-        members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
-        check_zip(file, _MAX_BYTES, members)
-        for member in members:
-            name = member.filename.removesuffix(".npy")
-            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise DataFormatError(file, f"array {name!r} is packed in a way that numpy does not write")
-            with archive.open(member) as stream:
-                shape, by_columns, dtype = check_header(stream, member.file_size, file, f"array {name!r}")
-                array = _Array(file, name, shape, dtype, stream.tell(), by_columns, packed=True)
-            if member.compress_type == zipfile.ZIP_STORED:
-                start = _member_start(file, member)
-                array = replace(array, offset=start + array.offset, packed=False)
-                if start + member.file_size > os.path.getsize(file):
-                    raise DataFormatError(file, f"array {name!r} ends behind the end of the file")
-            found[name] = array
-    return found
-
-
-def _member_start(file: Path, member: zipfile.ZipInfo) -> int:
-    """Where the content of a member begins: behind its own header, whose last two parts have any length."""
-    with open(file, "rb") as stream:
-        stream.seek(member.header_offset)
-        header = stream.read(30)
-    return member.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
-
-
-def _safetensors_arrays(file: Path, table: Table) -> dict[str, _Array]:
-    with safe_open(file, "numpy"):  # refuses a header that does not fit the file
-        pass
-    with open(file, "rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if length > _MAX_HEADER:
-            raise DataFormatError(file, f"has a header of {length} bytes")
-        header = json.loads(stream.read(length))
-    found = {}
-    for name, item in header.items():
-        if name != "__metadata__" and (item["dtype"] in _SAFETENSORS or item["dtype"] == "BF16"):
-            halves = item["dtype"] == "BF16"
-            dtype = np.dtype("<u2" if halves else f"<{_SAFETENSORS[item['dtype']]}")
-            begin = 8 + length + int(item["data_offsets"][0])
-            found[name] = _Array(file, name, tuple(item["shape"]), dtype, begin, halves=halves)
-    return found
+        y = torch.empty(0) if labels is None else torch.from_dlpack(batch.column(labels).cast(pa.int64()))
+        yield z if z.is_floating_point() else z.float(), y
+        start += len(batch)

@@ -9,7 +9,7 @@ class RmdSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Add ``conf/shared``, and nothing else of ours: our experiments must not show up in foreign apps."""
-        from rmd_plugin.shipped import config_path
+        from rmd_plugin.files import config_path
 
         try:
             search_path.append(provider="rmd-plugin", path=config_path("shared"))
