@@ -11,15 +11,11 @@ from pathlib import Path
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_ood.api import FeaturesDetector
 from pytorch_ood.detector import KNN, ODIN, MaxSoftmax
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import rmd_plugin.monitor.callback
-import rmd_plugin.monitor.engine
-from rmd_plugin import RMD, FusedRMD, Mahalanobis, MultiLayer, RelativeFlow
-from rmd_plugin.monitor.evaluation import Evaluation
+from rmd_plugin import RMD, FusedRMD, Mahalanobis, OODMonitor, RelativeFlow
 
 SIZES = {"train": 91, "val": 37, "near": 23, "tiny": 1, "extra": 9}  # none of them even
 
@@ -68,25 +64,6 @@ class Keeping(RMD):
         return super().fit_moments(moments)
 
 
-class Drawn(FeaturesDetector):
-    """Begins at random and learns by gradient descent, like a flow."""
-
-    requires_fit = True
-
-    def fit_features(self, z, y):
-        self.weight = torch.randn(z.shape[1], requires_grad=True)
-        (z[:8] @ self.weight).square().mean().backward()
-        self.weight = (self.weight - 1e-3 * self.weight.grad).detach()
-        self.order = y.clone()
-        return self
-
-    def predict_features(self, z):
-        return z @ self.weight
-
-    def predict(self, x):
-        raise NotImplementedError
-
-
 def rank():
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 1
 
@@ -119,17 +96,19 @@ class ScoreFails(MaxSoftmax):
         return super().predict_logits(logits)
 
 
-class Recording(Evaluation):
-    kept = []  # noqa: RUF012
+class Recording(OODMonitor):
+    """Keeps the scores of each evaluation, sorted."""
 
-    def finish(self, *args):
-        results = super().finish(*args)
+    def setup(self, trainer, module, stage):
+        super().setup(trainer, module, stage)
+        self.scores = []
+
+    def _publish(self, trainer, gathered):
         ordered = {
-            name: (id_scores.sort().values, {ood: found.sort().values for ood, found in ood_scores.items()})
-            for name, (id_scores, ood_scores) in results.scores.items()
+            name: (id_scores.sort().values, {ood: scores.sort().values for ood, scores in ood_scores.items()})
+            for name, (id_scores, ood_scores) in gathered.items()
         }
-        self.kept.append(ordered)
-        return results
+        self.scores.append(ordered)
 
 
 class Save(pl.Callback):
@@ -138,29 +117,21 @@ class Save(pl.Callback):
     def __init__(self, folder):
         self.folder = folder
 
-    def setup(self, trainer, module, stage):
-        Recording.kept.clear()
-        rmd_plugin.monitor.engine.Evaluation = Recording  # here: a spawned process does not inherit it
-
     def on_fit_end(self, trainer, module):
-        monitors = [c for c in trainer.callbacks if isinstance(c, rmd_plugin.monitor.callback.OODMonitor)]
-        result = {"scores": Recording.kept, "rank": trainer.global_rank}
+        monitors = [c for c in trainer.callbacks if isinstance(c, OODMonitor)]
+        result = {"scores": [scores for m in monitors for scores in m.scores], "rank": trainer.global_rank}
         for monitor in monitors:
             rows = [row for row in monitor.history if row["metric"] != "fit_seconds"]
             fits = [row for row in monitor.history if row["metric"] == "fit_seconds"]
             kept = getattr(monitor.detectors.get("rmd"), "kept", None)
             moments = None if kept is None else (kept.counts, kept.sums, kept.second)
-            drawn = monitor.detectors.get("drawn")
             states = {
-                name: monitor.detectors[name].state_dict()
-                for name in ("flow", "fused", "layers")
-                if name in monitor.detectors
+                name: monitor.detectors[name].state_dict() for name in ("flow", "fused") if name in monitor.detectors
             }
             result[monitor.prefix] = {
                 "rows": rows,
                 "fits": len(fits),
                 "moments": moments,
-                "drawn": None if drawn is None else (drawn.weight, drawn.order),
                 **{name: state["tensors"] for name, state in states.items()},
             }
         result["metrics"] = {k: float(v) for k, v in trainer.callback_metrics.items() if "seconds" not in k}
@@ -173,21 +144,18 @@ def monitors():
     detectors = {
         "rmd": Keeping(shrinkage=0.1),
         "fused": FusedRMD(),
-        "layers": MultiLayer(Mahalanobis(shrinkage=0.1), layers="body.*"),
         "knn": KNN(None, k=3),
         "flow": RelativeFlow(max_epochs=2, shrinkage=0.1, progress=False),
-        "drawn": Drawn(),
         "odin": ODIN,
     }
-    stream = {"rmd": Keeping(shrinkage=0.1), "fused": FusedRMD(), "layers": MultiLayer(layers=["body.1"])}
+    stream = {"rmd": Keeping(shrinkage=0.1), "fused": FusedRMD()}
     failing = {"fit": FitFails(shrinkage=0.1), "score": ScoreFails(None)}
     failing["update"] = UpdateFails(shrinkage=0.1, normalize=True)  # with an accumulator of its own
     failing["good"] = Mahalanobis(shrinkage=0.1)
-    make = rmd_plugin.monitor.callback.OODMonitor
     return [
-        make(detectors, **options),
-        make(stream, refit="stream", prefix="stream", **options),
-        make(failing, prefix="failing", **options),
+        Recording(detectors, **options),
+        Recording(stream, refit="stream", prefix="stream", **options),
+        Recording(failing, prefix="failing", **options),
     ]
 
 
@@ -206,7 +174,12 @@ def main(strategy, folder):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Integers(), data("train"), [data("val"), data("extra")])
+    module = Integers()
+    trainer.fit(module, data("train"), [data("val"), data("extra")])
+    trainer.predict(module, DataLoader(data("val").dataset.tensors[0], 4))
+    predictions = trainer.callbacks[0].predictions
+    torch.save({name: torch.tensor(column.to_numpy()) for name, column in predictions.items()},
+               f"{folder}/predictions-{trainer.global_rank}.pt")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from rmd_plugin import RMD, OODMonitor
+
 #: Lightning's own complaints about small runs, and about torch's newer pytree
 QUIET = (
     "ignore:.*LeafSpec.*:FutureWarning",
@@ -124,6 +126,12 @@ def fit(monitor, *callbacks, module=None, train=None, val=None, tmp_path=None, *
     run = trainer(tmp_path, *(() if monitor is None else (monitor,)), *callbacks, **kwargs)
     run.fit(module, loader(TRAIN) if train is None else train, loader(VAL) if val is None else val)
     return run, module
+
+
+def monitored(detectors=None, **options):
+    """A monitor of RMD, or of other detectors, with the OOD set ``svhn``."""
+    detectors = {"rmd": RMD()} if detectors is None else detectors
+    return OODMonitor(detectors, **{"head": "model.fc", "ood": {"svhn": loader(OOD)}, **options})
 
 
 def values(monitor, metric="AUROC", **conditions):

@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict
 
-from rmd_plugin.app.configs import prepare_hydra
+from rmd_plugin.app.commands import prepare_hydra
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"

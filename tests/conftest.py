@@ -8,6 +8,7 @@ from pathlib import Path
 # some virtual machines announce AMX and then stop a program that uses it; oneDNN reads this when torch is imported
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import hub_cache
 import hypothesis
 import pytest
 import torch
@@ -21,6 +22,14 @@ hypothesis.settings.load_profile("same" if os.environ.get("CI") else "new")
 # their own too
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    """No network: the models of the default configs come from packages."""
+    if hub_cache.available() and not hasattr(config, "workerinput"):
+        home = config.cache.mkdir("hub")
+        hub_cache.fill(home)
+        os.environ |= {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture(autouse=True)

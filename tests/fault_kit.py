@@ -12,7 +12,7 @@ import torch
 from config_kit import hydra_initialised
 from torch.nn import functional as F
 
-from rmd_plugin.report.run_folder import RunFolder
+from rmd_plugin.report.run import RunFolder
 
 #: dropout, shuffling, a learning rate that changes, validation inside of epochs, all of it in seconds
 OPTIONS = [
@@ -52,13 +52,13 @@ def job(folder, *options):
     """Run ``rmd-train`` in this process."""
     import warnings
 
-    from rmd_plugin.app.configs import compose_train
+    from rmd_plugin.app.commands import compose_train
     from rmd_plugin.app.train import train
     from rmd_plugin.report import page
-    from rmd_plugin.report.document import Picture
+    from rmd_plugin.report.page import Picture
 
     warnings.simplefilter("ignore")
-    page.picture = lambda figure, alt: Picture("", alt, 1, 1)  # drawing would take half of the time, and leaves no file
+    page.picture = lambda figure, alt: Picture("", alt)  # drawing would take half of the time, and leaves no file
     torch.set_num_threads(1)
     os.makedirs(folder, exist_ok=True)
     sys.stdout = sys.stderr = open(os.path.join(folder, "output.txt"), "a")  # noqa: SIM115
@@ -98,9 +98,8 @@ def left_behind(folder):
     """Everything that a run left behind, but times and paths: rows, scores, history, logs, checkpoints."""
     place = RunFolder(folder)
     found = {"rows.csv": place.file("rows.csv").read_bytes(), "state": place.read_status().state}
-    for name in ("scores.npz", "directions.npz"):
-        with np.load(place.file(name)) as arrays:
-            found[name] = {key: (value.dtype.str, value.shape, value.tobytes()) for key, value in arrays.items()}
+    with np.load(place.file("scores.npz")) as arrays:
+        found["scores"] = {key: (value.dtype.str, value.shape, value.tobytes()) for key, value in arrays.items()}
     found["history"] = [row for row in place.read_history() if row["metric"] != "fit_seconds"]
     if place.file("csv/metrics.csv").is_file():
         with open(place.file("csv/metrics.csv"), newline="") as file:
@@ -109,16 +108,16 @@ def left_behind(folder):
                 for row in csv.DictReader(file)
             ]
     for path in sorted(place.path.glob("*/*.ckpt")):
-        found[f"{path.parent.name}/{path.name}"] = plain(torch.load(path, weights_only=True))
+        content = torch.load(path, weights_only=True)
+        kept = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step")
+        found[f"{path.parent.name}/{path.name}"] = plain({name: content[name] for name in kept})
     return found
 
 
 def plain(value):
-    """A checkpoint as values that compare: bytes for tensors; no times, no paths, no text of the logs."""
+    """A checkpoint as values that compare: bytes for tensors."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.numpy().tobytes()
     if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items() if key not in ("logs", "current_score")}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value if not (isinstance(item, dict) and item.get("metric") == "fit_seconds")]
-    return os.path.basename(value) if isinstance(value, str) else value
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,10 +1,8 @@
 """Tiny fakes of the folders that the framework's benchmarks read: pictures of one colour, all different."""
 
-import gzip
 import hashlib
 import itertools
 import pickle
-import struct
 
 import numpy as np
 from PIL import Image
@@ -18,21 +16,7 @@ def picture(path, size=(8, 6)):
     """A picture of a colour of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number = next(_COLOURS)
-    Image.new("RGB", size, (number % 256, number // 256 % 256, 77)).save(path)
-
-
-def volume(path):
-    """A NIfTI-1 volume of 4 x 3 x 5 voxels, gzipped, by the published layout of its header."""
-    header = bytearray(352)
-    struct.pack_into("<i", header, 0, 348)
-    struct.pack_into("<8h", header, 40, 3, 4, 3, 5, 1, 1, 1, 1)
-    struct.pack_into("<2h", header, 70, 16, 32)
-    struct.pack_into("<f", header, 108, 352.0)
-    header[344:348] = b"n+1\0"
-    values = np.random.default_rng(next(_COLOURS)).normal(size=(4, 3, 5)).astype("<f4")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(bytes(header) + values.tobytes(order="F")))
-    return values
+    Image.new("RGB", size, (number % 256, number // 256 % 256, 77)).save(path, None if path.suffix != ".gz" else "PNG")
 
 
 def image_list(root, path, stem, labels, suffix=".png"):
@@ -40,7 +24,7 @@ def image_list(root, path, stem, labels, suffix=".png"):
     path.parent.mkdir(parents=True, exist_ok=True)
     names = [f"{stem}/{number}{suffix}" for number in range(len(labels))]
     for name in names:
-        (volume if suffix == ".nii.gz" else picture)(root / name)
+        picture(root / name)  # a converted slice where the list names volumes
     path.write_text("".join(f"{name} {label}\n" for name, label in zip(names, labels, strict=True)))
 
 

@@ -6,7 +6,7 @@ from PIL import Image
 
 from rmd_plugin import Calibrated, FusedRMD, Guard
 from rmd_plugin.backbones import Identity, ResNet
-from rmd_plugin.compare.probe import fit_linear_probe
+from rmd_plugin.compare.features import fit_linear_probe
 
 CLASSES = ["bird", "cat", "dog", "fish"]
 

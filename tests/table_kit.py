@@ -29,3 +29,10 @@ def truncate(path):
     """Cut a file in the middle, as a copy that was broken off."""
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
+
+
+def flip(path, *, at):
+    """Flip one bit of a byte."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 16
+    path.write_bytes(content)

@@ -1,14 +1,18 @@
 """What the site promises beyond its build: examples everywhere, a gallery that says its limits, no lost page."""
 
+import functools
+import importlib.util
 import inspect
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from guard_kit import picture_guard
 from test_readme import README, blocks, run, shell_lines
+from torch.utils.data import DataLoader
 
 import rmd_plugin
 import rmd_plugin.backbones
@@ -17,11 +21,7 @@ import rmd_plugin.benchmarks
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SCRIPTS = sorted((DOCS / "gallery").glob("*.py"))
-PAGES = [DOCS / name for name in ("index.md", "lightning.md", "compare.md", "sweep.md", "deploy.md", "choose.md")]
-
-
-def test_the_gallery_has_its_eight_scripts():
-    assert len(SCRIPTS) == 8
+PAGES = [DOCS / f"{name}.md" for name in ("index", "lightning", "compare", "sweep", "deploy", "choose", "huggingface")]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -35,8 +35,18 @@ def test_a_gallery_script_has_a_title_a_limit_and_words_for_every_picture(script
     assert shown or "print(" in text
 
 
+def test_the_notebooks_are_those_of_the_gallery():
+    spec = importlib.util.spec_from_file_location("site_builder", ROOT / ".ci/site.py")
+    builder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(builder)
+    for name in builder.NOTEBOOKS:
+        committed = (DOCS / f"gallery/{name}.ipynb").read_text()
+        assert committed == builder.notebook(name), "python .ci/site.py writes them anew"
+
+
 def test_the_site_and_the_list_for_language_models_have_every_page():
     navigation = (ROOT / ".ci/mkdocs.yml").read_text()
+    assert [path.name for path in DOCS.glob("*.md") if f": {path.name}\n" not in navigation] == []
     listed = re.findall(r"\]\(([^)]+)\)", (DOCS / "llms.txt").read_text())
     assert [link for link in listed if not (DOCS / link).is_file()] == []
     assert {path.name for path in DOCS.glob("*.md")} <= set(listed)
@@ -99,13 +109,38 @@ def test_the_block_of_the_first_page_runs():
     assert names["detector"].is_ood_features(names["z_new"]).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*logging interval", "ignore::FutureWarning")
+def test_the_block_of_the_page_on_hugging_face_runs(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    transformers.utils.logging.disable_progress_bar()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=60, num_labels=3, **sizes)
+    transformers.BertForSequenceClassification(config).save_pretrained("tiny")
+    generator = torch.Generator().manual_seed(0)
+
+    def loader(count, label=None):
+        classes = torch.arange(count) % 3
+        tokens = 20 * classes[:, None] + torch.randint(0, 20, (count, 8), generator=generator)
+        labels = classes if label is None else torch.full_like(classes, label)
+        return DataLoader([{"input_ids": t, "labels": y} for t, y in zip(tokens, labels, strict=True)], batch_size=30)
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    monkeypatch.setattr(pl, "Trainer", functools.partial(pl.Trainer, **quiet, enable_model_summary=False))
+    names = {"name": "tiny", "train_loader": loader(90), "val_loader": loader(60), "other_loader": loader(60, -1)}
+    (block,) = blocks("python", page=(DOCS / "huggingface.md").read_text())
+    exec(compile(block, "docs/huggingface.md", "exec"), names)
+    assert {row["ood"] for row in names["monitor"].history} >= {"other"}
+
+
 def commands():
     lines = [line for page in PAGES for line in shell_lines(page.read_text())]
     return [line for line in dict.fromkeys(lines) if line not in shell_lines(README)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [line for line in commands() if not line.startswith("rmd-score")])
+@pytest.mark.parametrize("command", [line for line in commands() if not re.match("rmd-(score|report)|.*optuna", line)])
 def test_commands_of_the_pages_compose(command, tmp_path):
     assert shlex.split(command)[0].startswith("rmd-")
     assert run(f"{command} --cfg job", tmp_path)

@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from rmd_plugin import RMD
-from rmd_plugin.encoding.batch_encoder import BatchEncoder
+from rmd_plugin.monitor.features import BatchEncoder
 
 EXAMPLE = config_kit.ROOT / "examples/fabric.py"
 
@@ -54,8 +54,7 @@ def test_a_network_in_fabrics_wrapper_is_encoded_as_without_it(root, head):
     net = Net()
     wrapped = pytest.importorskip(root).Fabric(accelerator="cpu", devices=1).setup(net)
     batch = torch.randn(5, 8), torch.arange(5) % 3
-    with BatchEncoder(wrapped, head) as encode:
-        encoded = encode(batch)
+    encoded = BatchEncoder(wrapped, head)(batch)
     with torch.no_grad():
         assert torch.equal(encoded.features, net.body(batch[0]))
         assert torch.equal(encoded.logits, net(batch[0]))

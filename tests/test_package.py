@@ -2,11 +2,13 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import rmd_plugin
+from rmd_plugin.lazy import deprecated
 
 
 def test_importing_the_package_does_not_import_torch():
@@ -25,6 +27,16 @@ def test_an_unknown_name_lists_the_public_ones():
         _ = rmd_plugin.RDM
 
 
+def test_a_deprecated_function_works_and_names_its_replacement():
+    @deprecated("0.3", use="new()")
+    def old(value):
+        return value + 1
+
+    with pytest.warns(FutureWarning, match=r"old .* 0\.3.*new\(\)") as warned:
+        assert old(1) == 2
+    assert warned[0].filename == __file__
+
+
 ROOT = Path(rmd_plugin.__file__).resolve().parents[1]
 #: where the name of the import is not that of the distribution
 DISTRIBUTIONS = {
@@ -35,11 +47,13 @@ DISTRIBUTIONS = {
     "lightning_fabric": "pytorch-lightning",  # has both
     "open_clip": "open-clip-torch",
     "sklearn": "scikit-learn",
-    "yaml": "pyyaml",
 }
 #: not declared, and why
 UNDECLARED = {
     "hydra_plugins": "Hydra's namespace of plugins",
+    "joblib": "scikit-learn's documented way to run in parallel",
+    "lightning_utilities": "apply_to_collection and rank_zero are part of Lightning's documented interface",
+    "omegaconf": "Hydra's documented type of configs",
     "huggingface_hub": "comes with timm and transformers, whose extras the code asks for",
 }
 
@@ -66,7 +80,6 @@ def imported(tree):
 
 
 def test_every_imported_package_is_declared():
-    tomllib = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
     def names(requirements):
@@ -85,8 +98,9 @@ def test_every_imported_package_is_declared():
     assert base <= seen, "declared, but imported nowhere"
 
 
-def test_the_version_stands_in_one_place():
-    tomllib = pytest.importorskip("tomllib")
+def test_the_version_of_the_code_is_the_one_that_is_released_and_cited():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "version" in project["dynamic"]
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.?\w+)?", rmd_plugin.__version__)
+    assert f"## [{rmd_plugin.__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {rmd_plugin.__version__}\n" in (ROOT / "CITATION.cff").read_text()

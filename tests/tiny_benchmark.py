@@ -5,7 +5,7 @@ from pytorch_ood.benchmark import Benchmark
 from torch import nn
 from torch.utils.data import Dataset
 
-from rmd_plugin.compare.fingerprint import fingerprint
+from rmd_plugin.compare.features import fingerprint
 
 WIDTH, CLASSES = 6, 3
 

@@ -2,24 +2,26 @@
 
 import json
 import os
-import resource
 import signal
 import time
 
 import config_kit
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from config_kit import ROOT, choices
+from config_kit import ROOT
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
+from sklearn import metrics
 
 from rmd_plugin import Calibrated
 from rmd_plugin.app.commands import compare as main
 from rmd_plugin.app.parts import make_benchmark
+from rmd_plugin.compare.adapters import parameters_of
 from rmd_plugin.compare.rows import read_rows, select
 from rmd_plugin.report.names import LABELS, OURS
-from rmd_plugin.report.run_folder import RunFolder
+from rmd_plugin.report.run import RunFolder
 
 GROUPS = ("all", "baselines", "common", "flows", "gaussian", "ours", "paper")
 QUIET = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
@@ -35,12 +37,36 @@ def run(tmp_path, monkeypatch, capsys):
     def call(*arguments, flags=(), name="out", tiny=True, code=0):
         folder = tmp_path / name
         words = [*flags, *(TINY if tiny else ()), *QUIET, f"hydra.run.dir={folder}", *arguments]
-        found = config_kit.call(main, monkeypatch, "rmd-compare", *words)
+        ended = config_kit.call(main, monkeypatch, "rmd-compare", *words)
         printed = capsys.readouterr()
-        assert found == code, printed.err
+        assert ended == code, printed.err
         return RunFolder(folder), printed.err if code else printed.out
 
     return call
+
+
+def test_the_openood_format_has_the_numbers_of_openoods_definitions(run):
+    folder, _ = run("benchmark.ood_means=[-1.5,1.5]", "detector=[rmd]", "format=openood")
+    table = pd.read_csv(folder.file("openood/rmd.csv"), index_col=0)
+    assert list(table.columns) == ["FPR@95", "AUROC", "AUPR_IN", "AUPR_OUT", "ACC"]
+    assert list(table.index) == ["shifted", "nearood"]
+    scores = folder.read_scores()["rmd"]
+    score = np.concatenate([scores["test"], scores["shifted"]])
+    is_ood = np.arange(len(score)) >= len(scores["test"])
+    fpr, tpr, _ = metrics.roc_curve(is_ood, score)
+    precision_in, recall_in, _ = metrics.precision_recall_curve(~is_ood, -score)
+    precision_out, recall_out, _ = metrics.precision_recall_curve(is_ood, score)
+    expected = [
+        fpr[np.argmax(tpr >= 0.95)],
+        metrics.auc(fpr, tpr),
+        metrics.auc(recall_in, precision_in),
+        metrics.auc(recall_out, precision_out),
+        select(folder.read_rows(), metric="ACC")["value"].iloc[0],
+    ]
+    assert 0.1 < expected[0] < 0.9
+    np.testing.assert_allclose(table.loc["nearood"], 100 * np.array(expected), atol=0.0051)
+    _, error = run("format=csv", code=1)
+    assert "format" in error
 
 
 def members(choice):
@@ -51,42 +77,15 @@ def members(choice):
     return {name: node for item in config.defaults for name, node in members(item).items()}
 
 
-def test_the_last_words_say_which_detector_to_take_where_there_is_a_choice(run):
-    _, out = run("detector=[rmd,mahalanobis]")
-    assert out.rstrip().splitlines()[-2].startswith("RMD ranks OOD above ID samples best")
-    _, out = run("detector=[rmd]")
-    assert "ranks OOD" not in out
-
-
 # -- choices ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_help_comes_without_torch_and_in_less_than_three_seconds(tmp_path):
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    code = "from rmd_plugin.app.commands import compare; compare()"
-    done = config_kit.python("-c", code, "--help", cwd=tmp_path)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0, done.stderr
-    # processor time: what the clock says depends on who else is on the machine
-    assert after.ru_utime - before.ru_utime < 3
-    assert "rmd-compare backbone=bert benchmark=clinc150 detector=all" in done.stdout
-    assert "simulation" in done.stdout
-    code = (
-        "import sys, rmd_plugin.app.commands; sys.exit(any(n in sys.modules for n in ('torch', 'matplotlib', 'numpy')))"
-    )
-    assert config_kit.python("-c", code, cwd=ROOT).returncode == 0
-
-
-def test_the_papers_choice_is_the_papers():
-    names = {"mahalanobis", "rmd", "msp", "partial", "marginal", "flow_likelihood", "relative_flow"}
-    assert set(members("paper")) == names
-
-
 def test_all_is_every_detector_there_is_but_those_that_take_minutes():
+    paper = {"mahalanobis", "rmd", "msp", "partial", "marginal", "flow_likelihood", "relative_flow"}
+    assert set(members("paper")) == paper
     files = {path.stem for path in (ROOT / "conf" / "detector").glob("*.yaml")} - set(GROUPS)
     assert set(members("all")) == files - {"mcd", *members("flows")}
-    assert set(members("ours")) == set(OURS) == {*members("gaussian"), "multi_layer", *members("flows")}
+    assert set(members("ours")) == set(OURS) == {*members("gaussian"), *members("flows")}
     assert set(OURS) <= files
     assert files == set(LABELS)
 
@@ -101,13 +100,13 @@ def test_every_detector_config_has_one_key_of_its_own_name_and_a_class_with_thos
             continue
         (name,) = node = OmegaConf.load(path)
         assert name == path.stem
-        parameters = inspect.signature(get_class(node[name]._target_)).parameters
+        parameters = parameters_of(get_class(node[name]._target_))
         # of the framework's detectors on inner layers, the adapters know which layers
-        known = {"layers", *parameters} if name in ("gram", "rankfeat", "multi_mahalanobis") else set(parameters)
+        known = set(parameters) | ({"layers"} if name in ("gram", "rankfeat", "multi_mahalanobis") else set())
         assert {key for key in node[name] if key != "_target_"} <= known, name
         assert path.read_text().startswith(f"# rmd-compare detector=[{name}]")
-        for key in node[name] if name in OURS else ():
-            assert key == "_target_" or parameters[key].default in (node[name][key], inspect.Parameter.empty), key
+        for key in node[name].keys() & parameters.keys() if name in OURS else ():
+            assert parameters[key].default in (node[name][key], inspect.Parameter.empty), key
 
 
 def test_every_framework_detector_has_a_config():
@@ -122,20 +121,23 @@ def test_every_framework_detector_has_a_config():
 
 
 def test_a_run_writes_rows_tables_scores_and_pictures(run):
-    folder, out = run("detector=[rmd,mahalanobis,msp]", "figures=true", "resamples=50")
+    folder, out = run("detector=[rmd,mahalanobis,msp]", "figures=true", "resamples=50", "+tracker.api_key=abc123")
+    for name in ("report.html", "config.yaml", "versions.json"):
+        assert "abc123" not in folder.file(name).read_text()  # nobody finds a secret in what is shared
     rows = folder.read_rows()
-    assert {row.detector for row in rows} == {"", "rmd", "mahalanobis", "msp"}
-    assert {(row.benchmark, row.backbone, row.seed) for row in rows} == {("simulation", "identity", 0)}
-    assert select(rows, detector="rmd", metric="AUROC")[0].value > 0.9
+    assert {row.detector for row in rows.itertuples()} == {"", "rmd", "mahalanobis", "msp"}
+    assert {(row.benchmark, row.backbone, row.seed) for row in rows.itertuples()} == {("simulation", "identity", 0)}
+    assert select(rows, detector="rmd", metric="AUROC").iloc[0].value > 0.9
     for name in ("table.md", "table.tex", "table.html"):
         text = folder.file(name).read_text()
         assert "RMD" in text
-        assert f"{100 * select(rows, detector='rmd', metric='AUROC')[0].value:.2f}" in text
+        assert f"{100 * select(rows, detector='rmd', metric='AUROC').iloc[0].value:.2f}" in text
     assert set(folder.read_scores()["msp"]) == {"val", "test", "shifted"}
     pictures = {path.name for path in folder.file("figures").iterdir()}
-    assert pictures == {f"{n}.{s}" for n in ("auroc", "roc", "histograms", "calibration") for s in ("png", "pdf")}
+    assert pictures == {f"{n}.{s}" for n in ("roc", "histograms", "calibration") for s in ("png", "pdf")}
     assert "RMD" in out
     assert "95 % bootstrap interval" in out
+    assert out.rstrip().splitlines()[-2].startswith("RMD ranks OOD above ID samples best")  # which one to take
     assert str(folder.path) in out
     assert folder.read_status().state == "done"
 
@@ -145,12 +147,14 @@ def test_every_detector_of_a_run_can_be_loaded_and_decides_as_the_run_did(run, c
     with caplog.at_level("INFO"):
         folder, _ = run("detector=[rmd,msp,knn,react,openmax]", "alpha=0.1")
     kept = {path.stem: Calibrated.load(path) for path in folder.file("detectors").iterdir()}
-    assert set(kept) == {"rmd", "msp", "knn", "react"}
-    assert "detectors/ does not hold: openmax" in caplog.text
+    assert set(kept) == {"rmd", "msp", "knn"}  # of react and openmax more belongs to a fit than plain data
+    assert "detectors/ does not hold: " in caplog.text
+    assert "react" in caplog.text
+    assert "openmax" in caplog.text
     rows, scores = folder.read_rows(), folder.read_scores()
     for name, detector in kept.items():
         assert detector.alpha == 0.1
-        assert detector.threshold() == select(rows, detector=name, metric="threshold@0.1")[0].value
+        assert detector.threshold() == select(rows, detector=name, metric="threshold@0.1").iloc[0].value
         assert len(detector.calibration) == len(scores[name]["val"])
     [ood] = make_benchmark(OmegaConf.load(folder.file("config.yaml"))).test_sets(known=False)
     x = torch.stack([x for x, _ in ood])
@@ -158,24 +162,7 @@ def test_every_detector_of_a_run_can_be_loaded_and_decides_as_the_run_did(run, c
     logits = torch.nn.functional.linear(x.to(head["weight"]), head["weight"], head["bias"])
     flagged = {"rmd": kept["rmd"].is_ood_features(x), "msp": kept["msp"].is_ood_logits(logits)}
     for name, found in flagged.items():
-        assert float(found.double().mean()) == select(rows, detector=name, metric="detected@0.1")[0].value
-
-
-@pytest.mark.slow
-def test_a_run_without_validation_data_says_that_it_decides_nothing(run):
-    folder, out = run("benchmark.n_val=0")
-    assert "No decisions: RMD" in " ".join(out.split())
-    assert "the benchmark has no ID validation data" in " ".join(out.split())
-    assert not [row for row in folder.read_rows() if row.metric.startswith("threshold")]
-
-
-@pytest.mark.slow
-def test_the_second_run_takes_its_features_from_the_cache(run, tmp_path):
-    run("detector=[rmd]", name="one")
-    entries = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")}
-    assert len(entries) == 8  # features and labels of train, val, test and shifted
-    run("detector=[rmd]", name="two")
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npy")} == entries
+        assert float(found.double().mean()) == select(rows, detector=name, metric="detected@0.1").iloc[0].value
 
 
 @pytest.mark.slow
@@ -191,30 +178,17 @@ def test_options_reach_the_detectors_the_data_and_the_cache(run, tmp_path):
     folder, _ = run("detector=[rmd,knn]", *changes)
     assert not (tmp_path / "cache").exists()
     rows = folder.read_rows()
-    assert "k=300 exceeds" in select(rows, detector="knn")[0].reason
+    assert "k=300 exceeds" in select(rows, detector="knn").iloc[0].reason
     assert len(folder.read_scores()["rmd"]["test"]) == 50
     other, _ = run("detector=[rmd]", "limit_test=50", name="other")
     assert not np.array_equal(folder.read_scores()["rmd"]["test"], other.read_scores()["rmd"]["test"])
 
 
 @pytest.mark.slow
-def test_few_samples_are_a_short_remark_and_auto_is_the_remedy(run):
-    few = ["detector=[rmd,mahalanobis,marginal]", "limit_train=36"]
-    folder, out = run(*few)
-    expected = "36 samples are few for the covariance of 8 features (N < 5 D): scores can be poor."
-    rows = select(folder.read_rows(), metric="AUROC")
-    assert {row.detector for row in rows if row.reason.startswith(expected)} == {"rmd", "mahalanobis"}
-    assert expected in " ".join(out.split())
-    shrunk, out = run(*few, "detector.rmd.shrinkage=auto", "detector.mahalanobis.shrinkage=auto", name="shrunk")
-    assert not any(row.reason for row in select(shrunk.read_rows(), metric="AUROC"))
-    assert "samples are few" not in out
-
-
-@pytest.mark.slow
 def test_an_untrained_network_is_named_as_such(run):
     small = ["backbone.widths=[4]", "limit_train=60", "limit_test=30", "figures=false"]
     folder, out = run("benchmark=digits", *small, "detector=[rmd,msp,odin,mahalanobis_odin]", tiny=False)
-    (row,) = select(folder.read_rows(), metric="ACC")
+    (row,) = select(folder.read_rows(), metric="ACC").itertuples()
     assert row.reason.startswith("linear probe on the training features; the encoder is untrained")
     assert "the encoder is untrained" in " ".join(out.split())
     assert set(folder.read_scores()) == {"rmd", "msp", "odin", "mahalanobis_odin"}
@@ -229,16 +203,9 @@ def test_a_file_of_features_is_compared_with_the_identity(run, tmp_path):
     np.savez(tmp_path / "mine.npz", features=z, labels=y, near_between=rng.normal(size=(60, 5)) + 1)
     arguments = ["benchmark=features", f"benchmark.path={tmp_path / 'mine.npz'}", "detector=[rmd,msp]", "figures=false"]
     folder, _ = run(*arguments, tiny=False)
-    assert {row.ood for row in folder.read_rows() if row.ood} == {"between"}
-    assert {row.backbone for row in folder.read_rows()} == {"identity"}
-
-
-@pytest.mark.slow
-def test_the_mlp_finds_its_input_size_by_itself(run):
-    folder, _ = run(
-        "benchmark=digits", "backbone=mlp", "backbone.hidden=[16]", "detector=[rmd]", "head=null", tiny=False
-    )
-    assert len(select(folder.read_rows(), detector="rmd", metric="AUROC")) == 3
+    assert {row.ood for row in folder.read_rows().itertuples() if row.ood} == {"between"}
+    assert {row.backbone for row in folder.read_rows().itertuples()} == {"identity"}
+    assert not any("untrained" in row.reason for row in folder.read_rows().itertuples())
 
 
 def test_variants_and_models_are_part_of_the_names():
@@ -256,14 +223,6 @@ def test_variants_and_models_are_part_of_the_names():
     assert run_names(config) == ("clinc150", "resnet")
 
 
-@pytest.mark.slow
-def test_a_multirun_makes_one_folder_per_job(run, tmp_path):
-    sweep = tmp_path / "sweep"
-    run("detector=[rmd]", "seed=0,1", f"hydra.sweep.dir={sweep}", flags=["-m"])
-    found = [read_rows(sweep / job / "rows.csv")[0].seed for job in ("0", "1")]
-    assert found == [0, 1]
-
-
 # -- trouble ------------------------------------------------------------------------------------------------------
 
 
@@ -271,13 +230,10 @@ def test_a_multirun_makes_one_folder_per_job(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["device=cuda:99"], "device=cuda:99 cannot be used here"),
-        (["device=abacus"], "device=abacus cannot be used here"),
-        (["head=mlp"], "head must be auto, own, linear_probe, linear_discriminant or null, got 'mlp'"),
-        (["head=own", "backbone.num_classes=7"], "identity has a head for 7 classes and simulation has 2 classes"),
-        (["detector=[]"], "no detector is chosen"),
-        (["batch_size=0"], "batch_size must be >= 1"),
-        (["backbone=wrn40_2"], "backbone=wrn40_2 cannot take the samples of benchmark=simulation"),
+        (["device=abacus"], "abacus"),
+        (["head=own", "backbone.num_classes=7"], "7 classes"),
+        (["detector=[]"], "detector=all"),
+        (["backbone=wrn40_2"], "wrn40_2"),
         (["benchmark.sigma=-1"], "sigma must be above 0"),
     ],
 )
@@ -292,32 +248,19 @@ def test_a_mistake_is_one_clear_line_and_the_folder_says_failed(arguments, compl
 
 
 @pytest.mark.parametrize(
-    ("choice", "expected"),
+    ("arguments", "complaint"),
     [
-        ("benchmark=features", "benchmark=features needs benchmark.path: give benchmark.path=VALUE."),
-        ("backbone=timm", "backbone=timm needs backbone.name: give backbone.name=VALUE."),
+        (["benchmark=features"], "benchmark.path=VALUE"),
+        (["backbone=timm"], "backbone.name=VALUE"),
+        (["benchmark=features", "benchmark.path=nothing.npz"], "nothing.npz"),
+        (["benchmark=digitz"], "digits"),
+        (["benchmark=simulation", "seed=abc"], "abc"),
     ],
 )
-def test_a_choice_that_needs_a_value_asks_for_it(choice, expected, run):
-    _, err = run(choice, "detector=[rmd]", tiny=False, code=1)
-    assert err == f"rmd-compare: {expected}\n"
-
-
-def test_a_missing_file_is_one_clear_line(run):
-    _, err = run("benchmark=features", "benchmark.path=nothing.npz", "detector=[rmd]", tiny=False, code=1)
-    assert err.startswith("rmd-compare: no file of features: looked for nothing.npz")
-
-
-def test_a_seed_that_is_no_number_is_one_clear_line(run):
-    _, err = run("seed=abc", "detector=[rmd]", code=1)
-    assert err == "rmd-compare: seed must be a whole number, got 'abc'.\n"
-
-
-def test_an_unknown_choice_lists_the_choices(run):
-    _, err = run("benchmark=digitz", tiny=False, code=1)
-    assert "there is no benchmark=digitz. Did you mean digits?" in err
-    for name in choices("benchmark"):
-        assert name in err
+def test_a_choice_that_cannot_be_is_one_line(arguments, complaint, run):
+    _, err = run("detector=[rmd]", *arguments, tiny=False, code=1)
+    assert complaint in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.slow
@@ -339,7 +282,7 @@ def test_ctrl_c_leaves_what_was_done(tmp_path, when):
         job.kill()  # it would go on for ever
     assert job.returncode == 130, err
     assert "Traceback" not in err
-    assert select(read_rows(rows), detector="rmd", metric="AUROC")
+    assert len(select(read_rows(rows), detector="rmd", metric="AUROC"))
     assert (tmp_path / "out" / "table.md").exists()
     assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "interrupted"
     assert "RMD" in out

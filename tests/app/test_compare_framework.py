@@ -21,9 +21,9 @@ def run(tmp_path, monkeypatch, capsys):
 
     def call(*arguments, code=0):
         words = [*OPTIONS, f"paths.data_dir={tmp_path / 'data'}", f"hydra.run.dir={tmp_path / 'out'}", *arguments]
-        found = config_kit.call(main, monkeypatch, "rmd-compare", *words)
+        ended = config_kit.call(main, monkeypatch, "rmd-compare", *words)
         printed = capsys.readouterr()
-        assert found == code, printed.err
+        assert ended == code, printed.err
         return printed.err if code else (read_rows(tmp_path / "out" / "rows.csv"), printed.out)
 
     return call
@@ -38,9 +38,12 @@ def test_a_medical_benchmark_shows_its_shifted_sets_as_a_kind_of_their_own(run, 
         *published.MIDOG_OpenMIBOOD.near_ood_names,
         *published.MIDOG_OpenMIBOOD.far_ood_names,
     }
-    shifted = {row.ood for row in select(rows, distance="shift")}
+    shifted = {row.ood for row in select(rows, distance="shift").itertuples()}
     assert shifted == {"midog_csid_1b", "midog_csid_1c"}
-    assert {row.metric for row in select(rows, distance="shift")} == {"ACC_shift", "false_alarms_shift@0.5"}
+    assert {row.metric for row in select(rows, distance="shift").itertuples()} == {
+        "ACC_shift",
+        "false_alarms_shift@0.5",
+    }
     assert "Accuracy on midog_csid_1b, in-distribution under a covariate shift" in " ".join(printed.split())
     assert (tmp_path / "out" / "figures" / "histograms.png").exists()
 
@@ -53,7 +56,7 @@ def test_any_benchmark_and_any_further_set_is_a_name_on_the_command_line(run, tm
     noise = "{GaussianNoise:{length:5,size:[6,8,3]}}"
     chosen = ["benchmark=framework", "benchmark.name=CIFAR10_OpenOOD", f"benchmark.far=[LSUNCrop,{noise}]"]
     rows, _ = run(*chosen, "figures=false")
-    assert {row.benchmark for row in rows} == {"framework:CIFAR10_OpenOOD"}
+    assert {row.benchmark for row in rows.itertuples()} == {"framework:CIFAR10_OpenOOD"}
     kinds = ood_sets(rows)
     assert list(kinds)[:2] == ["CIFAR100", "TinyImageNet"]
     assert [name for name in kinds if name not in dict(published.CIFAR10_OpenOOD._ood_imglists)] == [

@@ -3,7 +3,7 @@
 import config_kit
 import pytest
 
-from rmd_plugin.report.run_folder import RunFolder
+from rmd_plugin.report.run import RunFolder
 
 CODE = '''
 import numpy as np
@@ -126,7 +126,7 @@ def run(command, folder, *words):
 def test_a_benchmark_backbone_and_detector_of_the_users_own(folder, command):
     words = ["trainer.max_epochs=1", "trainer.enable_progress_bar=false"] if command == "train" else []
     rows = run(command, folder, *words).read_rows()
-    assert {(row.benchmark, row.backbone) for row in rows} == {("squares", "tiny")}
-    found = {row.detector: row.value for row in rows if row.metric == "AUROC" and row.ood == "white"}
+    assert {(row.benchmark, row.backbone) for row in rows.itertuples()} == {("squares", "tiny")}
+    found = {row.detector: row.value for row in rows.itertuples() if row.metric == "AUROC" and row.ood == "white"}
     assert set(found) == {"rmd", "norm", "msp"}
     assert all(0 <= value <= 1 for value in found.values())

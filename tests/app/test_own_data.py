@@ -9,7 +9,7 @@ from scipy.stats import mannwhitneyu
 from rmd_plugin.app import commands
 from rmd_plugin.compare.rows import select
 from rmd_plugin.report.page import render_report
-from rmd_plugin.report.run_folder import RunFolder
+from rmd_plugin.report.run import RunFolder
 
 QUIET = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
 
@@ -23,9 +23,9 @@ def run(tmp_path, monkeypatch, capsys):
     def call(command, *arguments, code=0, name="out"):
         main = getattr(commands, command.removeprefix("rmd-"))
         words = [*QUIET, "resamples=20", f"hydra.run.dir={tmp_path / name}", *arguments]
-        found = config_kit.call(main, monkeypatch, command, *words)
+        ended = config_kit.call(main, monkeypatch, command, *words)
         printed = capsys.readouterr()
-        assert found == code, printed.err
+        assert ended == code, printed.err
         return RunFolder(tmp_path / name), printed.err if code else printed.out
 
     return call
@@ -54,7 +54,7 @@ def logits(content):
 
 
 def areas(folder, metric="AUROC"):
-    return {row.detector: row for row in select(folder.read_rows(), metric=metric)}
+    return {row.detector: row for row in select(folder.read_rows(), metric=metric).itertuples()}
 
 
 @pytest.mark.slow
@@ -72,13 +72,13 @@ def test_detectors_on_logits_are_judged_by_the_classifier_of_the_file(run, tmp_p
     for name, score in expected.items():
         statistic = mannwhitneyu(score(outputs["near_middle"]), score(outputs["test"])).statistic
         assert rows[name].value == pytest.approx(statistic / (60 * 80), abs=1e-6)
-    (accuracy,) = select(folder.read_rows(), metric="ACC")
+    (accuracy,) = select(folder.read_rows(), metric="ACC").itertuples()
     assert accuracy.value == pytest.approx((outputs["test"].argmax(1) == content["test_labels"]).mean())
     assert accuracy.value < 0.7  # a probe would find the classes
     assert rows["rmd"].value > 0.9
     if brought == "weights":
         assert "the backbone's own head" in out
-        assert rows["react"].ok
+        assert rows["react"].status == "ok"
     else:
         assert "logits of the data" in out
         assert "head=linear_probe fits one" in rows["react"].reason
@@ -90,13 +90,12 @@ def test_a_probe_can_still_be_asked_for(run, tmp_path):
     words = ["benchmark=features", "benchmark.path=a.npz", "head=linear_probe", "detector=[msp,react]", "figures=false"]
     folder, out = run("rmd-compare", *words)
     assert "linear probe" in out
-    assert areas(folder)["react"].ok
-    assert select(folder.read_rows(), metric="ACC")[0].value > 0.95
+    assert areas(folder)["react"].status == "ok"
+    assert select(folder.read_rows(), metric="ACC").iloc[0].value > 0.95
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["embeddings", "features", "hf_dataset", "image_folder", "text_file"])
-@pytest.mark.parametrize("command", ["rmd-compare", "rmd-train"])
+@pytest.mark.parametrize(("command", "name"), [("rmd-compare", "embeddings"), ("rmd-train", "image_folder")])
 def test_the_help_explains_the_options_of_the_chosen_benchmark(run, command, name):
     _, out = run(command, f"benchmark={name}", "--help")
     text = (config_kit.CONF / "benchmark" / f"{name}.yaml").read_text()
@@ -112,8 +111,8 @@ def without_ood(tmp_path):
 
 def check_run_without_ood(folder, out):
     rows = folder.read_rows()
-    assert select(rows, metric="AUROC") == []
-    assert {row.ood for row in rows} == {""}
+    assert select(rows, metric="AUROC").empty
+    assert {row.ood for row in rows.itertuples()} == {""}
     alarms = areas(folder, "false_alarms@0.05")
     assert alarms["rmd"].value < 0.2
     assert out.count("There is no OOD data, so there is no AUROC") == 1
@@ -140,14 +139,3 @@ def test_a_training_without_any_ood_set_ends_with_a_report(run, tmp_path):
     folder, out = run("rmd-train", *words, "backbone=mlp")
     check_run_without_ood(folder, out)
     assert folder.file("report.html").is_file()
-
-
-@pytest.mark.slow
-def test_what_a_fit_remarks_is_told_without_ood_sets_too(run, tmp_path):
-    content = arrays()
-    content = {key: value for key, value in content.items() if not key.startswith("near")}
-    for key in ("train_features", "val_features", "test_features"):
-        content[key] = np.concatenate([content[key], content[key][:, :1]], axis=1)
-    np.savez(tmp_path / "a.npz", **content)
-    _, out = run("rmd-compare", "benchmark=features", "benchmark.path=a.npz", "detector=[rmd]", "figures=false")
-    assert "rank 4 of 5" in " ".join(out.split())

@@ -16,14 +16,12 @@ from pytorch_ood.benchmark import Benchmark
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms as tv
 
-from rmd_plugin.app.classifier import Classifier
 from rmd_plugin.app.commands import compare as main
-from rmd_plugin.app.parts import check_backbone_takes, make_backbone, make_benchmark
-from rmd_plugin.app.preprocessing import say_preprocessing
+from rmd_plugin.app.parts import make_backbone, make_benchmark, say_preprocessing
+from rmd_plugin.app.train import Classifier
 from rmd_plugin.backbones import ResNet, TorchVision
 from rmd_plugin.benchmarks import OODBenchmark, OODSet, Parts, Split
-from rmd_plugin.benchmarks.base import as_benchmark
-from rmd_plugin.benchmarks.sources import DatasetItems
+from rmd_plugin.benchmarks.framework import DatasetItems, as_benchmark
 from rmd_plugin.compare.rows import ACCURACY, read_rows, select
 
 
@@ -60,11 +58,10 @@ def said(caplog: pytest.LogCaptureFixture, config: Any, backbone: Any, benchmark
 def test_networks_without_a_size_of_their_own_take_photographs_at_32_pixels_and_say_so(
     backbone: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config, data = composed("compare", f"backbone={backbone}"), Photographs()
+    config, data = composed("compare", f"backbone={backbone}", "head=own"), Photographs()
     with caplog.at_level(logging.INFO):
-        network = make_backbone(config, data, num_classes=2)
+        network = make_backbone(config, data)
     assert "backbone.image_size=32: the pictures are of any size." in caplog.text
-    check_backbone_takes(config, network, data)
     transform: Any = network.test_transform
     assert network(torch.stack([transform(data.fit_set().raw(i)) for i in range(4)])).shape == (4, 2)
     text, warnings = said(caplog, config, network, data)
@@ -77,23 +74,19 @@ OWN_TRANSFORM = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("backbone", "options"),
     [
-        ["backbone.image_size=20"],
-        ["backbone.image_size=20", "backbone.mean=[0.5,0.5,0.5]"],
-        [f"+backbone.transform.{word}" for word in OWN_TRANSFORM],
+        ("small_cnn", ["backbone.image_size=20", "backbone.mean=[0.5,0.5,0.5]"]),
+        ("mlp", [f"+backbone.transform.{word}" for word in OWN_TRANSFORM]),
     ],
 )
-@pytest.mark.parametrize("backbone", ["small_cnn", "mlp"])
 def test_a_size_or_transform_that_is_given_decides_the_input_of_a_small_network(
     backbone: str, options: list[str]
 ) -> None:
     config = composed("compare", "benchmark=digits", f"backbone={backbone}", *options)
     for data in (Photographs(), make_benchmark(config)):
-        network = make_backbone(config, data, num_classes=2)
-        check_backbone_takes(config, network, data)
+        network = make_backbone(config, data)
         item = data.fit_set().with_transform(network.test_transform)[0][0]
         assert isinstance(item, torch.Tensor)
         assert item.shape == (3, 20, 20)
@@ -105,7 +98,7 @@ def test_a_transform_given_to_the_benchmark_is_used_where_the_backbone_has_none(
     target = "torchvision.transforms.Lambda"
     config = composed("compare", "backbone=small_cnn", f"+benchmark.test_transform._target_={target}")
     data = Photographs(test_transform=tv.Compose([tv.Resize((9, 9)), tv.ToTensor()]), train_transform=tv.ToTensor())
-    network = make_backbone(config, data, num_classes=2)
+    network = make_backbone(config, data)
     text, _ = said(caplog, config, network, data)
     assert text.startswith("Compose( Resize(size=(9, 9)")
     assert text.endswith(": transform from the config")
@@ -117,7 +110,7 @@ def test_a_transform_given_to_the_benchmark_is_refused_where_the_backbone_has_it
         config = composed(
             "compare", "backbone=wrn40_2", f"+benchmark.{option}._target_=torchvision.transforms.ToTensor"
         )
-        with pytest.raises(ValueError, match=rf"benchmark.{option} would not be used: backbone=wrn40_2.*\+backbone.tr"):
+        with pytest.raises(ValueError, match=option):
             say_preprocessing(config, ResNet((1,), (4,)), Photographs())
 
 
@@ -145,12 +138,9 @@ def test_items_that_are_tensors_already_are_said_to_be_and_a_given_preprocessing
     data = as_benchmark(Ready(tv.Compose([tv.Resize((32, 32)), tv.ToTensor()])))
     network = ResNet((1,), (4,), mean=(0.1,) * 3)
     text, _ = said(caplog, composed("compare", "backbone=resnet18_cifar"), network, data)
-    assert text == (
-        "none, items are taken as they are: the benchmark's own, whose items are tensors already; that of the backbone "
-        "is not used"
-    )
+    assert text == "none: items are taken as they are"
     config = composed("compare", "backbone=resnet18_cifar", "backbone.mean=[0.1,0.1,0.1]")
-    with pytest.raises(ValueError, match=r"backbone.mean would not be used: .* of benchmark=intents are tensors"):
+    with pytest.raises(ValueError, match=r"backbone\.mean"):
         say_preprocessing(config, network, data)
 
 
@@ -162,14 +152,12 @@ def test_a_foreign_checkpoint_without_mean_and_std_is_a_warning_with_both_remedi
 
     path = tmp_path / "best.ckpt"
     torch.save(resnet18(num_classes=2).state_dict(), path)
-    words = ["backbone=torchvision", "backbone.name=resnet18", f"backbone.checkpoint={path}", "backbone.image_size=32"]
+    words = ["backbone=torchvision", "backbone.name=resnet18", f"checkpoint={path}", "backbone.image_size=32"]
     config = composed("compare", *words)
     network = TorchVision("resnet18", checkpoint=path, image_size=32)
     text, (warning,) = said(caplog, config, network, Photographs())
-    assert text.endswith("size from the config, mean and std from the metadata of weights that were not loaded")
-    assert "best.ckpt is normalised by mean and std from the metadata of weights that were not loaded" in warning
-    assert "backbone.mean=[0,0,0] backbone.std=[1,1,1]" in warning
-    assert "confirm it: backbone.mean=[0.485,0.456,0.406] backbone.std=[0.229,0.224,0.225]." in warning
+    assert "std from the metadata of weights that were not loaded" in text
+    assert "best.ckpt is normalised by the metadata" in warning
     told = TorchVision("resnet18", checkpoint=path, mean=(0.485, 0.456, 0.4), std=(1, 1, 1))
     assert said(caplog, config, told, Photographs())[1] == []
     scratch = composed("compare", "backbone=torchvision", "backbone.name=resnet18", "backbone.pretrained=false")
@@ -189,30 +177,28 @@ def test_a_checkpoint_of_rmd_train_knows_its_preprocessing_and_its_accuracy(
     path = tmp_path / "best.ckpt"
     config = composed("compare", "backbone=resnet18_cifar", f"backbone.checkpoint={path}")
     same = ResNet((1,), (4,), image_size=8, mean=(0.2,) * 3, checkpoint=path)
-    assert same.noted.accuracy == pytest.approx(float(keep.best_model_score))  # type: ignore[arg-type]
     assert said(caplog, config, same, Photographs())[1] == []
     other = ResNet((1,), (4,), image_size=8, checkpoint=path)
     (warning,) = said(caplog, config, other, Photographs())[1]
     assert "was trained behind ImageTransform(size=8, mean=(0.2, 0.2, 0.2)" in warning
 
 
-def test_the_command_shows_the_line_keeps_it_and_doubts_an_accuracy_of_chance(
+def test_the_command_shows_the_line_keeps_it_and_remarks_on_an_accuracy_of_chance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from rmd_plugin.backbones import SmallCNN
-    from rmd_plugin.report.run_folder import RunFolder
+    from rmd_plugin.report.run import RunFolder
 
     network = SmallCNN(1, widths=(4, 4), num_classes=6)
     torch.nn.init.zeros_(network.head.weight)  # type: ignore[union-attr]
     torch.save(network.state_dict(), tmp_path / "dead.pt")
     monkeypatch.chdir(tmp_path)
-    words = ["benchmark=digits", "backbone=small_cnn", "backbone.widths=[4,4]", "backbone.checkpoint=dead.pt"]
+    words = ["benchmark=digits", "backbone=small_cnn", "backbone.widths=[4,4]", "checkpoint=dead.pt"]
     words += ["detector=[msp]", "resamples=0", "figures=false", "cache_dir=null", "hydra.run.dir=out"]
     assert config_kit.call(main, monkeypatch, "rmd-compare", *words) == 0
     printed = capsys.readouterr().out
-    line = "none, items are taken as they are: the benchmark's own"
+    line = "none: items are taken as they are"
     assert f"Preprocessing: {line}." in printed
     assert RunFolder("out").read_versions()["preprocessing"] == line
-    assert "is hardly above chance (16.7 %) although the head is trained: check the preprocessing" in printed
-    (row,) = select(read_rows(Path("out/rows.csv")), metric=ACCURACY)
+    (row,) = select(read_rows(Path("out/rows.csv")), metric=ACCURACY).itertuples()
     assert "hardly above chance" in row.reason

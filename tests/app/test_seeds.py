@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import config_kit
 import framework_kit as kit
+import genomics_kit
 import numpy as np
 import pandas
 import pytest
@@ -63,7 +64,6 @@ OWN = {
         "alpha=0.5",
     ],
 }
-FAST = ("identity",)
 TRAINED = ["bert", "genomics_cnn", "genomics_bert", "resnet18_cifar", "wrn40_2", "mlp", "small_cnn"]
 
 
@@ -106,15 +106,7 @@ def data(tmp_path_factory):
         datasets.DatasetDict({"train": datasets.Dataset.from_dict(named)}).save_to_disk(str(folder / "saved"))
     (folder / "clinc150").mkdir()
     (folder / "clinc150" / "data_full.json").write_text(json.dumps(known | unknown))
-    (folder / "genomics_ood").mkdir()
-    splits = ("before_2011_in_tr", "between_2011-2016_in_val", "after_2016_in_test", "between_2011-2016_ood_val",
-              "after_2016_ood_test")  # fmt: skip
-    for split in splits:
-        domain, lines = ("ood" if "ood" in split else "in"), ["seq\tlabel\tseq_info\tdomain"]
-        for number in range(40):
-            read = "".join(rng.choice(list("ACGT"), 250))
-            lines.append(f"{read}\t{domain}{number % 10}\tgenome\t{domain}")
-        (folder / "genomics_ood" / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    genomics_kit.write_published(folder / "genomics_ood", genomics_kit.SPLITS)
     return folder
 
 
@@ -142,16 +134,16 @@ def rows(tmp_path, data, monkeypatch):
         words = [word.replace("DATA", str(data)) for word in words]
         paths = [f"paths.data_dir={data}", f"hydra.run.dir={folder}"]
         assert config_kit.call(main, monkeypatch, "rmd", *words, *QUIET, *paths) == 0
-        return sorted(read_rows(folder / "rows.csv"), key=repr)
+        return sorted(read_rows(folder / "rows.csv").itertuples(index=False), key=repr)
 
     return call
 
 
 def of(detector, rows):
-    found = [repr(row) for row in rows if row.detector == detector]
-    assert found
-    assert all("status='ok'" in row for row in found), found
-    return found
+    own = [repr(row) for row in rows if row.detector == detector]
+    assert own
+    assert all("status='ok'" in row for row in own), own
+    return own
 
 
 def same_rows_whatever_else(rows, *words):
@@ -165,17 +157,13 @@ def same_rows_whatever_else(rows, *words):
         assert of(detector, none) == of(detector, cold)
 
 
-def marked(names, fast=()):
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 def test_every_backbone_is_among_them():
     assert set(BACKBONES) == set(choices("backbone"))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*enable_nested_tensor.*")
-@pytest.mark.parametrize("backbone", marked(BACKBONES, FAST))
+@pytest.mark.parametrize("backbone", BACKBONES)
 def test_a_comparison_repeats_itself_with_every_backbone(backbone, rows, request):
     if backbone in ("bert", "hf"):
         request.getfixturevalue("bert")
@@ -202,7 +190,8 @@ def test_a_comparison_repeats_itself_on_a_benchmark_of_the_framework_with_noise(
     kit.cifar_batches(tmp_path, CIFAR10, monkeypatch, classes=10, key="labels")
     for kind in (TinyImageNetCrop, TinyImageNetResize, LSUNCrop, LSUNResize):
         kit.unpacked(tmp_path, kind, monkeypatch, size=(32, 32))
-    words = [f"benchmark.data_dir={tmp_path}", "limit_test=10", "alpha=0.5", "backbone=small_cnn"]
+    words = [f"benchmark.data_dir={tmp_path}", "benchmark.download=true", "limit_test=10", "alpha=0.5"]
+    words.append("backbone=small_cnn")
     same_rows_whatever_else(rows, "benchmark=odin_cifar10", *words)
 
 
@@ -217,7 +206,7 @@ def test_every_benchmark_is_among_them():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:.*does not have many workers.*", "ignore:.*fork.*")
 @pytest.mark.filterwarnings("ignore:.*enable_nested_tensor.*", "ignore:.*log_every_n_steps.*")
-@pytest.mark.filterwarnings("ignore::rmd_plugin.detectors.functional.NumericalWarning")
+@pytest.mark.filterwarnings("ignore::rmd_plugin.NumericalWarning")
 @pytest.mark.parametrize(("backbone", "workers"), [*((name, 0) for name in TRAINED), ("mlp", 2), ("wrn40_2", 2)])
 def test_a_training_repeats_itself_whatever_detectors_there_are(backbone, workers, rows, request):
     if backbone == "bert":

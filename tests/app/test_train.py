@@ -6,10 +6,9 @@ import time
 import config_kit
 import pytest
 from config_kit import ROOT, choices, composed
-from omegaconf import OmegaConf
 
 from rmd_plugin.compare.rows import read_rows
-from rmd_plugin.report.run_folder import RunFolder
+from rmd_plugin.report.run import RunFolder
 
 #: small enough for seconds, large enough to be a real training
 TINY = ["trainer.max_epochs=2", "detector=[rmd,mahalanobis,msp]", "figures=false", "resamples=50"]
@@ -23,14 +22,6 @@ def run(folder, *arguments, check=True):
             f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         )
     return done
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("group", ["optimizer", "pretrain", "trainer", "logger", "callbacks"])
-def test_every_choice_composes(group):
-    for choice in choices(group):
-        config = composed("train", f"{group}={choice}")
-        assert OmegaConf.to_container(config[group], resolve=False) is not None
 
 
 @pytest.mark.slow
@@ -51,7 +42,8 @@ def test_help_names_the_choices_and_imports_nothing_heavy(tmp_path):
         "import sys; sys.argv = ['rmd-train', '--help']\n"
         "from rmd_plugin.app.commands import train\n"
         "try: train()\nexcept SystemExit: pass\n"
-        "assert not {'torch', 'pytorch_lightning', 'matplotlib'} & set(sys.modules), 'heavy'"
+        "assert not {'torch', 'pytorch_lightning', 'matplotlib', 'pandas'} & set(sys.modules), 'heavy'\n"
+        "import time; print(time.process_time())"
     )
     done = config_kit.python("-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -60,6 +52,7 @@ def test_help_names_the_choices_and_imports_nothing_heavy(tmp_path):
     assert "table1/" in done.stdout
     # the comments of the YAML tell the alternatives
     assert "head: own  # classifier of the comparison: own (trained), linear_probe" in done.stdout
+    assert float(done.stdout.splitlines()[-1]) < 1
 
 
 @pytest.mark.slow
@@ -71,33 +64,21 @@ def test_a_run_writes_its_folder_and_can_be_repeated_to_the_last_bit(tmp_path):
     for name in ("config.yaml", "rows.csv", "timings.csv", "versions.json", "history.csv", "report.html", "table.md"):
         assert folder.file(name).is_file(), name
     assert (tmp_path / "first/checkpoints/best.ckpt").is_file()
-    areas = [row for row in folder.read_rows() if row.metric == "AUROC"]
+    areas = [row for row in folder.read_rows().itertuples() if row.metric == "AUROC"]
     assert {row.detector for row in areas} == {"rmd", "mahalanobis", "msp"}
     assert all(0.5 < row.value <= 1 for row in areas if row.ood == "digits_6_9")
     # from its own config: bitwise the same rows, in a folder of its own
     run(tmp_path, "--config-dir", "first", "--config-name", "config", "hydra.run.dir=again")
     assert folder.file("rows.csv").read_bytes() == (tmp_path / "again/rows.csv").read_bytes()
     # the best checkpoint alone: the same numbers without training
-    run(tmp_path, *DIGITS, "train=false", "ckpt_path=first/checkpoints/best.ckpt", "hydra.run.dir=evaluated")
+    run(tmp_path, *DIGITS, "train=false", "checkpoint=first/checkpoints/best.ckpt", "hydra.run.dir=evaluated")
     assert folder.file("rows.csv").read_bytes() == (tmp_path / "evaluated/rows.csv").read_bytes()
 
 
 @pytest.mark.slow
-def test_a_failed_job_says_why_in_one_line(tmp_path):
-    failed = run(tmp_path, *DIGITS, "train=false", "hydra.run.dir=failed", check=False)
-    assert failed.returncode == 1
-    assert "train=false evaluates trained weights" in failed.stderr
-    assert "Traceback" not in failed.stderr
-    assert RunFolder(tmp_path / "failed").read_status().state == "failed"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_a_sweep_reports_and_a_stopped_one_goes_on(tmp_path, launcher):
-    pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
-    sweep = ["-m", *TINY, "backbone=mlp", "benchmark=digits", "seed=0,1", f"hydra/launcher={launcher}"]
-    if launcher == "submitit_local":
-        sweep.append("hydra.launcher.timeout_min=10")
+def test_a_sweep_reports_and_a_stopped_one_goes_on(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    sweep = ["-m", *TINY, "backbone=mlp", "benchmark=digits", "seed=0,1", "hydra/launcher=joblib"]
     run(tmp_path, *sweep)
     jobs = sorted(path.parent for path in (tmp_path / "multirun/train").rglob("rows.csv"))
     assert len(jobs) == 2
@@ -133,7 +114,7 @@ def test_ctrl_c_leaves_a_usable_report(tmp_path):
     output = "".join(process.communicate(timeout=300))
     assert best.is_file(), output[-3000:]
     assert (tmp_path / "stopped/report.html").is_file(), output[-3000:]
-    assert read_rows(tmp_path / "stopped/rows.csv")
+    assert len(read_rows(tmp_path / "stopped/rows.csv"))
 
 
 @pytest.mark.ddp

@@ -110,9 +110,7 @@ def test_an_editable_install_reads_the_configs_of_the_checkout(from_checkout, cl
         run(from_checkout, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
     )
     assert not (site / "rmd_plugin").exists()
-    found = run(
-        from_checkout, "-c", "from rmd_plugin.app.configs import config_path; print(config_path())", cwd=tmp_path
-    )
+    found = run(from_checkout, "-c", "from rmd_plugin.files import config_path; print(config_path())", cwd=tmp_path)
     assert found.strip() == str(clone / "conf")
 
 

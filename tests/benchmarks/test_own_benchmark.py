@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from pytorch_ood.benchmark import Benchmark
 from pytorch_ood.detector import KNN
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torchvision.transforms import ToTensor
 
 from rmd_plugin.benchmarks import Digits, OODBenchmark, OODSet, Parts, Split, TensorRows, as_benchmark
@@ -114,11 +114,10 @@ def test_what_a_framework_benchmark_says_besides_is_used():
 @pytest.mark.parametrize("keep", ["targets", "labels"])
 def test_stored_labels_save_loading_every_item(keep):
     own = pictures(keep=keep)
-    half = Subset(own.train, range(0, 60, 2))
-    own.train = ConcatDataset([half, Pictures(np.arange(30) % 3, keep=keep)])
+    own.train = Subset(own.train, range(0, 60, 2))
     benchmark = as_benchmark(own)
-    assert half.dataset.loaded <= 3
-    assert np.bincount(benchmark.train_set().labels).tolist() == [18] * 3
+    assert own.train.dataset.loaded <= 3
+    assert np.bincount(benchmark.train_set().labels).tolist() == [9] * 3
     # stored labels that are not those of the items are not believed
     own.train = Pictures(np.arange(60) % 3, keep=keep)
     setattr(own.train, keep, [5] * 60)
@@ -126,10 +125,14 @@ def test_stored_labels_save_loading_every_item(keep):
     assert own.train.loaded >= 60
 
 
-def test_what_cannot_be_a_benchmark_is_refused_with_what_was_expected():
-    with pytest.raises(TypeError, match=r"lacks train_set, test_sets, ood_names\. Subclass .*OODBenchmark"):
+def test_what_cannot_be_a_benchmark_is_refused_with_what_was_expected(monkeypatch):
+    with pytest.raises(TypeError, match="OODBenchmark"):
         as_benchmark([1, 2])
     own = pictures()
+    with monkeypatch.context() as patch:
+        patch.delattr(Own, "ood_names")
+        with pytest.raises(TypeError, match="ood_names"):
+            as_benchmark(own)
     own.oods = own.oods[:1]
     with pytest.raises(ValueError, match="1 OOD sets but 2 ood_names"):
         as_benchmark(own)

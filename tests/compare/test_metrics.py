@@ -1,6 +1,4 @@
 import math
-import pickle
-from copy import deepcopy
 
 import numpy as np
 import oracle
@@ -9,11 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib import pyplot
-from matplotlib.figure import Figure
+from pytorch_ood.metrics import functional
 from sklearn.metrics import auc, precision_recall_curve, roc_auc_score
-from torchmetrics import MetricCollection
+from torchmetrics import MetricTracker
 
-from rmd_plugin.compare.metrics import METRICS, FeatureRows, OODScores, compare_scores
+from rmd_plugin.compare.metrics import (
+    METRICS,
+    FeatureRows,
+    OODScores,
+    aurc,
+    compare_scores,
+    joint_metrics,
+    risk_coverage,
+)
 
 
 def make_scores(n_id=60, n_ood=40, scale=1.0):
@@ -74,22 +80,6 @@ def test_every_set_is_compared_with_the_same_id_samples_and_the_mean_is_over_the
         assert float(values[f"mean/{m}"]) == pytest.approx(float(values[f"near/{m}"] + values[f"far/{m}"]) / 2)
 
 
-def test_sets_without_samples_are_left_out():
-    scores, labels = make_scores()
-    metric = OODScores(["seen", "never"])
-    metric.update(scores, labels, "seen")
-    assert not any(key.startswith("never") for key in metric.compute())
-    id_scores, ood_scores = metric.gather()
-    assert (len(id_scores), {k: len(v) for k, v in ood_scores.items()}) == (60, {"seen": 40})
-
-
-def test_float32_scores_keep_their_order_next_to_float64_scores():
-    metric = OODScores()
-    metric.update(torch.tensor([0.1, 0.2], dtype=torch.float32), torch.tensor([0, -1]))
-    metric.update(torch.tensor([0.1, 0.3], dtype=torch.float64), torch.tensor([0, -1]))
-    assert float(metric.compute()["ood/AUROC"]) == 1.0
-
-
 def test_updates_in_inference_mode_can_be_continued_outside():
     metric = OODScores()
     scores, labels = make_scores()
@@ -111,53 +101,15 @@ def two_halves():
     return first, second, whole
 
 
-@pytest.mark.parametrize("kind", ["metric", "lists", "tensors"])
-@pytest.mark.parametrize("options", [{}, {"dist_sync_on_step": True}])
-def test_what_another_metric_has_seen_can_be_merged(kind, options):
+def test_what_another_metric_has_seen_can_be_merged():
     first, second, whole = two_halves()
-    merged = OODScores(**options)
-    for part in (first, second):
-        merged.merge_state(
-            {
-                "metric": part,
-                "lists": part.metric_state,
-                "tensors": {name: torch.cat(state).to(torch.float32) for name, state in part.metric_state.items()},
-            }[kind]
-        )
-        computed = merged.compute() if part is second else None  # a value of the first half must not stay
-    assert merged.update_count == 2
-    assert computed == whole.compute()
-    assert [state.dtype for state in (merged.scores[0], merged.groups[0])] == [torch.float64, torch.long]
-    first.compute()
+    first.compute()  # a value of the first half must not stay
     first.merge_state(second)
-    assert first.compute() == whole.compute()
-    first.merge_state(OODScores())
     assert first.compute() == whole.compute()
     second.reset()
     assert first.compute() == whole.compute()
-
-
-def test_what_does_not_fit_is_not_merged():
-    metric = OODScores(["near"])
-    with pytest.raises(ValueError, match="sets near, but those to merge are of far, near"):
-        metric.merge_state(OODScores(["far", "near"]))
-    with pytest.raises(ValueError, match="expected another OODScores, or a dict with its states, got FeatureRows"):
-        metric.merge_state(FeatureRows())
-    with pytest.raises(ValueError, match="expected the states scores, groups of OODScores, got scores"):
-        metric.merge_state({"scores": []})
-
-
-def test_a_forward_pass_gives_the_value_of_its_batch_and_keeps_all():
-    scores, labels = make_scores()
-    order = torch.randperm(len(scores))
-    metric = OODScores()
-    for part in order.split(50):
-        batch = OODScores()
-        batch.update(scores[part], labels[part])
-        assert metric(scores[part], labels[part]) == batch.compute()
-    whole = OODScores()
-    whole.update(scores, labels)
-    assert metric.compute() == whole.compute()
+    with pytest.raises(ValueError, match="far"):
+        OODScores(["near"]).merge_state(OODScores(["far", "near"]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -169,65 +121,19 @@ def test_a_change_of_dtype_loses_no_digit_of_the_scores(dtype):
     assert [state.dtype for state in (moved.scores[0], moved.groups[0])] == [torch.float64, torch.long]
 
 
-@pytest.mark.parametrize("copy", [OODScores.clone, deepcopy, lambda metric: pickle.loads(pickle.dumps(metric))])
-def test_a_copy_goes_its_own_way(copy):
-    first, _, whole = two_halves()
-    twin, value = copy(whole), whole.compute()
-    assert twin.ood == whole.ood
-    assert twin.compute() == value
-    twin.merge_state(first)
-    assert twin.compute() != value
-    assert whole.compute() == value
-    assert hash(whole) != hash(twin)
-
-
-def test_states_are_saved_only_if_they_are_made_persistent():
-    _, _, whole = two_halves()
-    assert whole.state_dict() == {}
-    whole.persistent(True)
-    loaded = OODScores()
-    loaded.persistent(True)
-    loaded.load_state_dict(whole.state_dict())
-    with pytest.warns(UserWarning, match="before the ``update`` method"):  # torchmetrics does not save the count
-        assert loaded.compute() == whole.compute()
-
-
 def test_a_metric_without_data_warns_and_says_what_is_missing():
     metric = OODScores()
     with pytest.warns(UserWarning, match="before the ``update`` method"), pytest.raises(ValueError, match="0 OOD"):
         metric.compute()
 
 
-def test_a_collection_names_the_values_of_each_detector():
-    scores, labels = make_scores()
-    collection = MetricCollection({"rmd": OODScores(["svhn"]), "md": OODScores(["svhn"])}, prefix="val/")
-    collection.update(scores, labels)
-    values = collection.compute()
-    assert len(values) == 16
-    assert float(values["val/rmd_svhn/AUROC"]) == float(values["val/md_svhn/AUROC"])
-    collection.reset()
-    assert collection(scores, labels) == values
-
-
-def test_a_plot_shows_the_values_and_a_sequence_of_them_over_steps():
+def test_a_plot_shows_the_values_and_a_tracker_knows_that_higher_is_better():
     first, _, whole = two_halves()
-    figure, axes = whole.plot()
-    assert axes.get_figure() is figure
-    assert axes.get_title()
-    names = {text.get_text() for text in axes.get_legend().get_texts()}
-    assert names == set(whole.compute())
-    drawn = {line.get_label(): line.get_ydata() for line in axes.lines}
-    assert {name: float(drawn[name][0]) for name in names} == {k: float(v) for k, v in whole.compute().items()}
-    assert axes.get_ylim()[0] < 0
-    assert axes.get_ylim()[1] > 1
-    values = [first.compute(), whole.compute()]
-    own = Figure().subplots()
-    assert whole.plot(values, ax=own) == (None, own)
-    assert own.get_xlabel() == "Step"
-    line = next(line for line in own.lines if line.get_label() == "ood/AUROC")
-    assert line.get_ydata().tolist() == [float(value["ood/AUROC"]) for value in values]
-    assert len({(line.get_color(), line.get_marker()) for line in own.lines}) == len(whole.compute())
+    figure, axes = whole.plot([first.compute(), whole.compute()])
+    line = next(line for line in axes.lines if line.get_label() == "ood/AUROC")
+    assert line.get_ydata().tolist() == [float(metric.compute()["ood/AUROC"]) for metric in (first, whole)]
     pyplot.close(figure)
+    assert MetricTracker(OODScores()).maximize
 
 
 @pytest.mark.parametrize(
@@ -251,11 +157,6 @@ def test_names_that_a_metric_could_not_carry_are_refused(names):
         OODScores(names)
 
 
-def test_a_side_without_samples_is_refused():
-    with pytest.raises(ValueError, match="0 ID samples and 3 OOD samples"):
-        compare_scores(torch.zeros(0), torch.zeros(3))
-
-
 def test_rows_come_back_in_the_order_of_their_index():
     metric = FeatureRows()
     z, y = torch.randn(9, 3), torch.tensor([0, 1, -1, 2, 0, 1, -5, 2, 0])
@@ -276,10 +177,39 @@ def test_rows_that_are_not_finite_are_refused_and_not_kept():
     with pytest.raises(ValueError, match="1 of 4 samples have NaN or infinite"):
         metric.update(z, y, torch.arange(4))
     assert len(metric.compute()[0]) == 4
-
-
-def test_rows_without_an_id_sample_are_refused():
-    metric = FeatureRows()
+    metric.reset()
     metric.update(torch.randn(2, 3), torch.tensor([-1, -1]), torch.arange(2))
     with pytest.raises(ValueError, match="nothing to fit"):
         metric.compute()
+
+
+def test_the_area_under_the_risk_coverage_curve_is_that_of_torch_uncertainty():
+    scores, errors = torch.rand(50, dtype=torch.float64), torch.rand(50) < 0.3
+    # its definition: error rates of the k most confident samples over k / n, from 1 / n to 1, divided by 1 - 1 / n
+    rates = [float(errors[scores.argsort()][:k].double().mean()) for k in range(1, 51)]
+    area = sum((rates[k] + rates[k + 1]) / 2 / 50 for k in range(49)) / (1 - 1 / 50)
+    assert float(aurc(scores, errors)) == pytest.approx(area, rel=1e-12)
+
+
+def test_samples_of_one_score_count_as_in_the_mean_over_their_orders():
+    coverage, risk = risk_coverage(torch.tensor([0.0, 1.0, 1.0, 2.0]), torch.tensor([False, True, False, True]))
+    assert coverage.tolist() == [0.25, 0.5, 0.75, 1.0]
+    assert risk.tolist() == pytest.approx([0, 1 / 4, 1 / 3, 1 / 2])
+
+
+def test_unknown_or_wrong_is_rated_as_the_framework_does_and_as_counted_by_hand():
+    torch.manual_seed(0)
+    labels, predictions = torch.randint(0, 3, (40,)), torch.randint(0, 3, (60,))
+    id_scores, ood_scores = torch.randn(40), torch.randn(20) + 1
+    everything, truth = torch.cat([id_scores, ood_scores]), torch.cat([labels, torch.full((20,), -1)])
+    right = predictions[:40] == labels
+    values = joint_metrics(id_scores, ood_scores, right)
+    assert values["OSCR"] == pytest.approx(float(functional.oscr_score(everything, predictions, truth)))
+    assert values["AUTC"] == pytest.approx(float(functional.autc(everything, truth)))
+    errors = torch.cat([~right, torch.ones(20, dtype=torch.bool)])
+    assert values["AURC-OOD"] == pytest.approx(float(aurc(everything, errors)))
+    limit = id_scores.sort().values[35]  # the 36th of 40: 90 % are accepted
+    wrong = int((~right & (id_scores <= limit)).sum()) + int((ood_scores <= limit).sum())
+    assert values["risk90"] == pytest.approx(wrong / int((everything <= limit).sum()))
+    assert joint_metrics(id_scores, ood_scores, None).keys() == {"AUTC"}
+    assert "AUTC" not in joint_metrics(torch.zeros(9), torch.zeros(9), None)

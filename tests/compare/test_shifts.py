@@ -8,7 +8,7 @@ from tiny_benchmark import CLASSES, WIDTH, Tiny, TinyNet, Vectors
 
 from rmd_plugin import RMD
 from rmd_plugin.compare.comparison import compare
-from rmd_plugin.compare.extraction import Extractor
+from rmd_plugin.compare.features import Extractor
 from rmd_plugin.compare.rows import select
 from rmd_plugin.report.tables import comparison_tables, decision_tables, near_far_means
 
@@ -38,7 +38,7 @@ def shifted():
 
 def test_a_shifted_set_has_false_alarms_and_accuracy_and_nothing_that_ood_has(shifted):
     _, result = shifted
-    mine = [row for row in result.rows if row.ood in ("scanner", "unlabelled")]
+    mine = [row for row in result.rows.itertuples() if row.ood in ("scanner", "unlabelled")]
     assert {row.distance for row in mine} == {"shift"}
     assert {(row.detector, row.ood, row.metric) for row in mine} == {
         ("", "scanner", "ACC_shift"),
@@ -52,12 +52,12 @@ def test_its_numbers_are_those_of_the_head_and_of_the_threshold(shifted):
     features, labels = extractor.features("scanner").features, extractor.features("scanner").labels
     with torch.no_grad():
         right = (result.classifier(features).argmax(1) == labels).double().mean()
-    (accuracy,) = select(result.rows, metric="ACC_shift")
+    (accuracy,) = select(result.rows, metric="ACC_shift").itertuples()
     assert accuracy.value == pytest.approx(float(right))
-    (threshold,) = select(result.rows, detector="rmd", metric="threshold@0.05")
+    (threshold,) = select(result.rows, detector="rmd", metric="threshold@0.05").itertuples()
     train = extractor.features("train")
     scores = RMD().fit_features(train.features, train.labels).predict_features(features)
-    (alarms,) = select(result.rows, detector="rmd", ood="scanner", metric="false_alarms_shift@0.05")
+    (alarms,) = select(result.rows, detector="rmd", ood="scanner", metric="false_alarms_shift@0.05").itertuples()
     assert alarms.value == pytest.approx(float((scores > threshold.value).double().mean()))
     assert 0 < alarms.value < 1
     assert alarms.low < alarms.value < alarms.high
@@ -65,12 +65,12 @@ def test_its_numbers_are_those_of_the_head_and_of_the_threshold(shifted):
 
 def test_every_other_number_is_as_if_it_were_not_there(shifted):
     def others(result):
-        kept = [row for row in result.rows if row.distance != "shift" and "seconds" not in row.metric]
+        kept = [row for row in result.rows.itertuples() if row.distance != "shift" and "seconds" not in row.metric]
         return [(row.detector, row.ood, row.metric, row.value, row.low, row.high) for row in kept]
 
     _, without = run(Tiny())
     np.testing.assert_equal(others(shifted[1]), others(without))
-    assert near_far_means(shifted[1].rows) == near_far_means(without.rows)
+    assert near_far_means(shifted[1].rows).equals(near_far_means(without.rows))
 
 
 def test_the_tables_name_it_beside_the_false_alarms_and_not_among_the_ood_sets(shifted):

@@ -1,7 +1,7 @@
-"""Our detectors inside pytorch-ood: a drop-in for its own, in its benchmark and in its grid search."""
+"""Our detectors inside pytorch-ood, with inputs of any structure, and in files that cannot do harm."""
 
-import inspect
 import pickle
+from dataclasses import KW_ONLY
 
 import numpy as np
 import oracle
@@ -10,23 +10,32 @@ import pytorch_ood.detector
 import torch
 from conftest import make_blobs
 from pytorch_ood.benchmark import Benchmark
-from pytorch_ood.detector import MahalanobisODIN
+from pytorch_ood.detector import KNN, MahalanobisODIN, ReAct, ViM
 from pytorch_ood.utils import GridSearch
+from safetensors import safe_open
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 import rmd_plugin
-from rmd_plugin import RMD, FlowLikelihood, Mahalanobis, MarginalMahalanobis, PartialMahalanobis
+from rmd_plugin import (
+    RMD,
+    Calibrated,
+    FlowLikelihood,
+    Mahalanobis,
+    PartialMahalanobis,
+    load_detector,
+)
+
+NAMES = ("mu", "cov", "precision", "background_mu", "background_cov", "background_precision")
 
 
 class Blobs(Benchmark):
     ood_names = ("noise", "centre")
 
     def __init__(self):
-        z, self.y, _ = make_blobs(dtype=torch.float32)
-        self.z = z
+        self.z, self.y, _ = make_blobs(dtype=torch.float32)
         self.noise = 3 * torch.randn(50, 12, generator=torch.Generator().manual_seed(1))
-        self.centre = z.mean(0).expand(50, -1) + 0.1 * self.noise
+        self.centre = self.z.mean(0).expand(50, -1) + 0.1 * self.noise
 
     def train_set(self):
         return TensorDataset(self.z, self.y)
@@ -41,16 +50,14 @@ class Blobs(Benchmark):
 
 def test_only_the_import_changes_in_a_users_script():
     def script(library):
+        torch.manual_seed(0)
         benchmark = Blobs()
         model = nn.Sequential(nn.Linear(12, 16), nn.Tanh())
-        loader = DataLoader(benchmark.train_set(), batch_size=64)
         detector = library.RMD(model)
-        detector.to("cpu").fit(loader)
+        detector.to("cpu").fit(DataLoader(benchmark.train_set(), batch_size=64))
         return benchmark.evaluate(detector, loader_kwargs={"batch_size": 32}), detector.predict(benchmark.noise)
 
-    torch.manual_seed(0)
     ours, our_scores = script(rmd_plugin)
-    torch.manual_seed(0)
     theirs, their_scores = script(pytorch_ood.detector)
     torch.testing.assert_close(our_scores, 300 * their_scores, rtol=2e-2, atol=0.5)
     for mine, their in zip(ours, theirs, strict=True):
@@ -58,80 +65,17 @@ def test_only_the_import_changes_in_a_users_script():
         assert mine["AUROC"] == pytest.approx(their["AUROC"], abs=0.01)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32, torch.uint8, torch.bool])
-def test_labels_of_any_type_that_holds_integers_give_the_same_fit(dtype):
-    z, y, x = make_blobs(num_classes=2)
-    for make in (RMD, Mahalanobis, lambda: FlowLikelihood(max_epochs=1, progress=False)):
-        expected = make().fit_features(z, y).predict_features(x)
-        assert torch.equal(make().fit_features(z, y.to(dtype)).predict_features(x), expected)
-        if not dtype.is_floating_point:
-            continue
-        marked = y.to(dtype).index_fill(0, torch.arange(5), -1.0)  # OOD
-        expected = make().fit_features(z[5:], y[5:]).predict_features(x)
-        torch.testing.assert_close(make().fit_features(z, marked).predict_features(x), expected)
+@pytest.mark.filterwarnings("ignore:components=")
+def test_its_grid_search_selects_our_options():
+    benchmark = Blobs()
+    fit, validation = (DataLoader(data, 100) for data in (benchmark.train_set(), benchmark.test_sets()[0]))
+    for detector in (RMD(nn.Identity()), PartialMahalanobis(lambda x: x, components=3)):
+        best = GridSearch(detector, fit, validation).run()
+        assert set(best) == set(detector.hyperparameter_space)
+        assert {name: detector.state_dict()["options"][name] for name in best} == best
 
 
-NAMES = ("mu", "cov", "precision", "background_mu", "background_cov", "background_precision")
-
-
-def test_the_gaussians_are_found_under_the_names_of_the_framework():
-    z, y, _ = make_blobs()
-    ours, theirs = (library.RMD(None) for library in (rmd_plugin, pytorch_ood.detector))
-    assert [getattr(ours, name) for name in NAMES] == [getattr(theirs, name) for name in NAMES] == [None] * 6
-    ours.fit_features(z.float(), y)
-    theirs.fit_features(z.float(), y)
-    scales = {"mu": 1, "cov": 300, "precision": 1 / 300}
-    for name in NAMES:
-        mine, their = getattr(ours, name), getattr(theirs, name)
-        assert (mine.shape, mine.dtype, mine.device) == (their.shape, their.dtype, their.device)
-        torch.testing.assert_close(scales[name.removeprefix("background_")] * mine, their, rtol=2e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("options", [{}, {"shrinkage": 0.3}, {"covariance": "diagonal"}])
-def test_the_scores_are_those_of_the_gaussians_that_can_be_read(options):
-    z, y, x = make_blobs()
-    detector = RMD(**options).fit_features(z, y)
-
-    def distance(mu, precision):
-        matrix = precision.double() if precision.ndim == 2 else precision.double().diag()
-        return ((x - mu) @ matrix * (x - mu)).sum(1)
-
-    nearest = torch.stack([distance(mu, detector.precision) for mu in detector.mu]).amin(0)
-    md = Mahalanobis(**options).fit_features(z, y)
-    torch.testing.assert_close(nearest, md.predict_features(x), rtol=1e-4, atol=1e-3)
-    relative = nearest - distance(detector.background_mu, detector.background_precision)
-    torch.testing.assert_close(relative, detector.predict_features(x), rtol=1e-4, atol=1e-3)
-
-
-def test_what_is_read_belongs_to_the_last_fit():
-    z, y, _ = make_blobs()
-    detector = RMD().fit_features(z, y)
-    first = detector.cov
-    assert detector.cov is first  # inverting a wide covariance for every batch would take long
-    torch.testing.assert_close(detector.fit_features(3 * z, y).cov, 9 * first)
-    detector.shrinkage = 0.9  # an option for the next fit
-    torch.testing.assert_close(detector.cov, 9 * first)
-    torch.testing.assert_close(pickle.loads(pickle.dumps(detector)).cov, 9 * first)
-    loaded = RMD().fit_features(z, y).load_state_dict(detector.state_dict())
-    for name in NAMES:
-        with pytest.raises(AttributeError, match=rf"RMD\.{name} is not in a saved state.*Moments\.save"):
-            getattr(loaded, name)
-
-
-@pytest.mark.filterwarnings("ignore::rmd_plugin.NumericalWarning")
-def test_directions_without_variance_have_a_pseudo_inverse():
-    z, y, _ = make_blobs()
-    z = torch.cat([z, z[:, :1], torch.full((len(z), 1), 7.0)], 1)
-    detector = Mahalanobis().fit_features(z, y)
-    sigma = oracle.moments(z, y)[1]
-    expected = np.linalg.pinv(sigma, rcond=1e-10, hermitian=True)
-    np.testing.assert_allclose(detector.precision, expected, rtol=1e-3, atol=1e-5)
-    diagonal = Mahalanobis(covariance="diagonal").fit_features(z, y)
-    np.testing.assert_allclose(diagonal.precision[:-1], 1 / sigma.diagonal()[:-1], rtol=1e-5)
-    assert diagonal.precision[-1] == 0
-
-
-def test_the_frameworks_input_preprocessing_works_with_our_distance():
+def test_its_input_preprocessing_works_with_our_distance():
     z, y, x = make_blobs(dtype=torch.float32)
     encoder = nn.Sequential(nn.Linear(12, 8), nn.Tanh())
     theirs = MahalanobisODIN(encoder, eps=0.01).fit_features(encoder(z).detach(), y)
@@ -141,49 +85,198 @@ def test_the_frameworks_input_preprocessing_works_with_our_distance():
     torch.testing.assert_close(ours.predict(x), 2 * len(z) * theirs.predict(x), rtol=2e-2, atol=1e-2)
 
 
-def test_first_positional_argument_is_the_encoder():
-    for detector in (RMD, Mahalanobis, MarginalMahalanobis):
-        assert next(iter(inspect.signature(detector).parameters)) == "encoder"
-        assert detector(None).encoder is None
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.bool])
+def test_labels_of_any_type_that_holds_integers_give_the_same_fit(dtype):
+    z, y, x = make_blobs(num_classes=2)
+    for make in (RMD, lambda: FlowLikelihood(max_epochs=1, progress=False)):
+        expected = make().fit_features(z, y).predict_features(x)
+        assert torch.equal(make().fit_features(z, y.to(dtype)).predict_features(x), expected)
 
 
-def test_benchmark_evaluates_all_our_detectors_together():
-    benchmark, encoder = Blobs(), nn.Identity()
-    detectors = [
-        RMD(encoder),
-        Mahalanobis(encoder),
-        MarginalMahalanobis(encoder),
-        PartialMahalanobis(encoder, components=6),
-    ]
-    loader = DataLoader(benchmark.train_set(), batch_size=50)
-    for detector in detectors:
-        detector.fit(loader)
-    rows = benchmark.evaluate(detectors, loader_kwargs={"batch_size": 64}, cache=True)
-    assert len(rows) == 8
-    assert {row["Detector"] for row in rows} == {"RMD", "Mahalanobis", "MarginalMahalanobis", "PartialMahalanobis"}
-    by_name = {(row["Detector"], row["Dataset"]): row["AUROC"] for row in rows}
-    # half-way between the classes: near every class on average, so the background explains it better than any class
-    assert by_name["RMD", "centre"] > by_name["MarginalMahalanobis", "centre"]
+# -- means and covariances --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("encoder", [nn.Identity(), None])
-def test_grid_search_selects_a_shrinkage(encoder):
-    benchmark = Blobs()
-    fit = DataLoader(benchmark.train_set(), batch_size=100)
-    val = DataLoader(benchmark.test_sets()[0], batch_size=100)
-    detector = RMD(encoder if encoder is not None else (lambda x: x))
-    search = GridSearch(detector, fit, val)
-    best = search.run()
-    assert set(best) == {"shrinkage", "normalize"}
-    assert len(search.results_) == 8
-    assert detector.fitted
-    assert detector.state_dict()["options"]["shrinkage"] == best["shrinkage"]
+def test_the_gaussians_are_found_under_the_names_of_the_framework():
+    z, y, _ = make_blobs(dtype=torch.float32)
+    ours, theirs = (library.RMD(None) for library in (rmd_plugin, pytorch_ood.detector))
+    assert [getattr(ours, name) for name in NAMES] == [getattr(theirs, name) for name in NAMES] == [None] * 6
+    ours.fit_features(z, y)
+    theirs.fit_features(z, y)
+    scales = {"mu": 1, "cov": 300, "precision": 1 / 300}
+    for name in NAMES:
+        mine, their = getattr(ours, name), getattr(theirs, name)
+        assert (mine.dtype, mine.device) == (their.dtype, their.device)
+        torch.testing.assert_close(scales[name.removeprefix("background_")] * mine, their, rtol=2e-3, atol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:components=")
-def test_grid_search_selects_components():
-    benchmark = Blobs()
-    fit = DataLoader(benchmark.train_set(), batch_size=100)
-    val = DataLoader(benchmark.test_sets()[0], batch_size=100)
-    best = GridSearch(PartialMahalanobis(nn.Identity(), components=3), fit, val).run()
-    assert best["components"] in PartialMahalanobis.hyperparameter_space["components"]
+@pytest.mark.parametrize("options", [{}, {"shrinkage": 0.3}, {"covariance": "diagonal"}], ids=str)
+def test_the_scores_are_those_of_the_gaussians_that_can_be_read(options, blobs):
+    z, y, x = blobs
+    detector = RMD(**options).fit_features(z, y)
+
+    def distance(mu, precision):
+        matrix = precision.double() if precision.ndim == 2 else precision.double().diag()
+        return ((x - mu) @ matrix * (x - mu)).sum(1)
+
+    nearest = torch.stack([distance(mu, detector.precision) for mu in detector.mu]).amin(0)
+    relative = nearest - distance(detector.background_mu, detector.background_precision)
+    torch.testing.assert_close(relative, detector.predict_features(x), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::rmd_plugin.NumericalWarning")
+def test_directions_without_variance_have_a_pseudo_inverse(blobs):
+    z, y, _ = blobs
+    z = torch.cat([z, z[:, :1], torch.full((len(z), 1), 7.0)], 1)
+    sigma = oracle.moments(z, y)[1]
+    expected = np.linalg.pinv(sigma, rcond=1e-10, hermitian=True)
+    np.testing.assert_allclose(Mahalanobis().fit_features(z, y).precision, expected, rtol=1e-3, atol=1e-5)
+    diagonal = Mahalanobis(covariance="diagonal").fit_features(z, y)
+    np.testing.assert_allclose(diagonal.precision[:-1], 1 / sigma.diagonal()[:-1], rtol=1e-5)
+    assert diagonal.precision[-1] == 0
+
+
+def test_what_is_read_belongs_to_the_last_fit(blobs):
+    z, y, _ = blobs
+    detector = RMD().fit_features(z, y)
+    first = detector.cov
+    torch.testing.assert_close(detector.fit_features(3 * z, y).cov, 9 * first)
+    detector.shrinkage = 0.9  # an option for the next fit
+    torch.testing.assert_close(pickle.loads(pickle.dumps(detector)).cov, 9 * first)
+    loaded = RMD().fit_features(z, y).load_state_dict(detector.state_dict())
+    for name in NAMES[:3]:
+        with pytest.raises(AttributeError, match="keep_moments"):
+            getattr(loaded, name)
+
+
+# -- inputs of any structure ------------------------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """An encoder as those of Hugging Face: takes tokens and mask by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+
+    def forward(self, batch):
+        mask = batch["attention_mask"].unsqueeze(-1)
+        return (self.embedding(batch["input_ids"]) * mask).sum(1) / mask.sum(1)
+
+
+def batches(kind):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        tokens = torch.randint(0, 50, (60, 7), generator=generator)
+        yield kind({"input_ids": tokens, "attention_mask": (tokens > 5).float()}), torch.arange(60) % 3
+
+
+def test_dicts_and_batch_encodings_are_inputs_as_tensors_are():
+    transformers = pytest.importorskip("transformers")
+    encoder = Tokens()
+    for kind in (dict, transformers.BatchEncoding):
+        inputs, labels = zip(*batches(kind), strict=True)
+        with torch.no_grad():
+            z, x = torch.cat([encoder(batch) for batch in inputs[:2]]), encoder(inputs[3])
+        for per_class in (False, True):
+            detector = Calibrated(RMD(encoder).to("cpu"), 0.2, per_class=per_class)
+            detector.fit(zip(inputs[:2], labels[:2], strict=True))
+            detector.calibrate(zip(inputs[2:3], labels[2:3], strict=True))
+            expected = RMD().fit_features(z, torch.cat(labels[:2])).predict_features(x)
+            torch.testing.assert_close(detector.detector.predict(inputs[3]), expected)
+            torch.testing.assert_close(detector.predict(inputs[3]), expected)
+            assert torch.equal(detector.is_ood(inputs[3]), detector.is_ood_features(x))
+            assert torch.equal(detector.p_value(inputs[3]), detector.p_value_features(x))
+            assert torch.equal(detector.select(inputs[3]), detector.select_features(x))
+
+
+def test_lists_of_tensors_are_inputs_too():
+    z, y, x = make_blobs()
+    detector = RMD(lambda parts: torch.cat(parts, 1)).to("cpu")
+    detector.fit([([z[:, :5], z[:, 5:]], y)])
+    torch.testing.assert_close(detector.predict((x[:, :5], x[:, 5:])), RMD().fit_features(z, y).predict_features(x))
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_nothing_in_a_file_is_executed_and_a_damaged_one_is_named(blobs, tmp_path):
+    z, y, _ = blobs
+    RMD().fit_features(z, y).save(tmp_path / "rmd")
+    whole = (tmp_path / "rmd").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "pickle").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    torch.save({"format": 1, "bomb": Bomb(tmp_path / "ran")}, tmp_path / "zip")
+    for name in ("cut", "pickle", "zip"):
+        for load in (RMD.load, load_detector, Calibrated.load):
+            with pytest.raises(ValueError, match=name):
+                load(tmp_path / name)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(FileNotFoundError):
+        RMD.load(tmp_path / "nowhere")
+
+
+def test_others_can_read_the_file_and_saving_again_replaces_it_whole(blobs, tmp_path):
+    z, y, x = blobs
+    for features in (z, z[:, :6]):
+        detector = RMD().fit_features(features, y)
+        detector.save(tmp_path / "rmd")
+    assert torch.equal(RMD.load(tmp_path / "rmd").predict_features(x[:, :6]), detector.predict_features(x[:, :6]))
+    assert [path.name for path in tmp_path.iterdir()] == ["rmd"]
+    with safe_open(tmp_path / "rmd", "pt") as file:
+        assert any("projection" in name for name in file.keys())  # noqa: SIM118
+
+
+def test_a_state_of_another_detector_or_format_is_refused(blobs):
+    z, y, _ = blobs
+    state = Mahalanobis().fit_features(z, y).state_dict()
+    for load, content, key in (
+        (RMD.from_state, state, "belongs to Mahalanobis"),
+        (RMD().load_state_dict, {"weights": torch.zeros(1)}, "not the state"),
+        (load_detector, state | {"format": 99}, "format 99"),
+        (load_detector, state | {"detector": "ClassMoments"}, "ClassMoments"),
+        (Calibrated.from_state, state, "calibrated"),
+    ):
+        with pytest.raises(ValueError, match=key):
+            load(content)
+
+
+def test_options_of_a_subclass_are_its_fields(blobs):
+    z, y, x = blobs
+
+    class Doubled(RMD):
+        _: KW_ONLY
+        factor: float = 2.0
+
+    detector = Doubled(shrinkage=0.1, factor=3.0).fit_features(z, y)
+    assert repr(detector).startswith("<Doubled(shrinkage=0.1, factor=3.0)")
+    loaded = Doubled.from_state(detector.state_dict())
+    assert loaded.factor == 3.0
+    assert torch.equal(loaded.predict_features(x), detector.predict_features(x))
+
+
+def test_calibrated_detectors_of_the_framework_are_saved_as_plain_data(tmp_path):
+    z, y, x = make_blobs(dtype=torch.float32)
+    w, b = torch.randn(5, 12), torch.zeros(5)
+    for make in (lambda: KNN(None, k=5), lambda: ViM(None, 6, w, b), lambda: pytorch_ood.detector.Mahalanobis(None)):
+        detector = Calibrated(make()).fit_features(z, y).calibrate_features(z)
+        detector.save(tmp_path / "detector")
+        assert torch.equal(Calibrated.load(tmp_path / "detector").p_value_features(x), detector.p_value_features(x))
+
+
+def test_a_detector_with_a_head_needs_an_instance_to_be_filled():
+    z, y, x = make_blobs(dtype=torch.float32)
+    head = nn.Linear(12, 5)
+    detector = Calibrated(ReAct(nn.Identity(), head)).fit([(z, y)]).calibrate([(z, y)])
+    state = detector.state_dict()
+    with pytest.raises(ValueError, match="instance"):
+        Calibrated.from_state(state)
+    filled = Calibrated(ReAct(nn.Identity(), head)).load_state_dict(state)
+    assert torch.equal(filled.p_value(x), detector.p_value(x))

@@ -11,7 +11,7 @@ import fault_kit
 import pytest
 from fault_kit import left_behind
 
-KILLS = 20
+KILLS = 6
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
-"""What is written as a guard is read back, and nothing else is."""
+"""What is written as a guard is read back; a folder appears whole or not at all."""
 
 import json
 import os
 import shutil
-import stat
 
 import guard_kit
 import pytest
@@ -13,8 +12,7 @@ from torch import nn
 
 from rmd_plugin import Calibrated, FusedRMD, Guard
 from rmd_plugin.backbones import Backbone
-from rmd_plugin.guard import export, folder
-from rmd_plugin.guard.folder import GuardError
+from rmd_plugin.guard import export
 
 
 @pytest.fixture(scope="module")
@@ -30,112 +28,70 @@ def copied(written, tmp_path):
 
 
 def rewrite(place, **changes):
-    """Somebody who changes ``guard.json`` and knows how to make a checksum."""
     about = json.loads((place / "guard.json").read_text()) | changes
-    about["checksum"] = folder._checksum(about)
     (place / "guard.json").write_text(json.dumps(about))
 
 
-def test_a_guard_comes_back_bitwise_with_all_that_it_says(written):
+def test_a_guard_comes_back_bitwise_with_all_that_it_says(written, tmp_path):
     guard, items = picture_guard(), pictures(40, (31, 57), seed=7)
     loaded = Guard.load(written)
-    for mine, theirs in zip(guard(items), loaded(items), strict=True):
-        assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
-    assert loaded.kind == "images"
-    assert loaded.class_names == guard_kit.CLASSES
-    assert loaded.alpha == guard.alpha
-    assert loaded.threshold == guard.threshold
+    again = Guard.load(loaded.save(tmp_path / "again", onnx=False))
+    for mine, theirs, thirds in zip(guard(items), loaded(items), again(items), strict=True):
+        assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs == thirds
+    assert (loaded.kind, loaded.class_names) == ("images", guard_kit.CLASSES)
+    assert (loaded.alpha, loaded.threshold) == (guard.alpha, guard.threshold)
     about = json.loads((written / "guard.json").read_text())
-    assert about["classes"] == guard_kit.CLASSES
     assert about["threshold"] == guard.threshold
     assert about["preprocessing"]["size"] == 24
     assert about["versions"]["packages"]["torch"] == torch.__version__.partition("+")[0]
-    assert set(about["files"]) == {"weights.safetensors", "detector.safetensors", "README.md"}
-    assert loaded.digest == about["checksum"]
-    # what others may read of the folder is what the user's mask says
-    modes = {stat.S_IMODE((written / name).stat().st_mode) for name in os.listdir(written)}
-    assert len(modes) == 1
+    assert sorted(os.listdir(written)) == ["README.md", "detector.safetensors", "guard.json", "weights.safetensors"]
 
 
-def test_a_loaded_guard_can_be_saved_again_and_is_the_same(written, tmp_path):
-    again = Guard.load(Guard.load(written).save(tmp_path / "again", onnx=False))
-    items = pictures(5, seed=8)
-    assert torch.equal(again(items).score, Guard.load(written)(items).score)
-
-
-@pytest.mark.parametrize("name", ["weights.safetensors", "detector.safetensors", "README.md"])
-@pytest.mark.parametrize("part", [0.01, 0.5, 0.99])
-def test_one_flipped_bit_anywhere_is_found(copied, name, part):
-    content = bytearray((copied / name).read_bytes())
-    content[int(part * len(content))] ^= 1
-    (copied / name).write_bytes(content)
-    with pytest.raises(GuardError, match=f"{name} was altered: its hash is not the one in guard.json"):
-        Guard.load(copied)
-
-
-def test_another_threshold_or_class_in_the_json_is_found(copied):
-    about = json.loads((copied / "guard.json").read_text())
-    for change in ({"threshold": 1e9}, {"classes": ["a", "b", "c", "d"]}, {"alpha": 0.5}):
-        (copied / "guard.json").write_text(json.dumps(about | change))
-        with pytest.raises(GuardError, match="was altered: its checksum does not fit"):
-            Guard.load(copied)
-    (copied / "guard.json").write_text(json.dumps(about))  # another layout of the same is the same
-    Guard.load(copied)
-
-
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "assets/../../secret", "a/b", "..", "", "assets/", "x\n"])
-def test_names_that_lead_out_of_the_folder_are_not_opened(copied, name):
-    (copied.parent / "secret").write_text("x")
-    files = json.loads((copied / "guard.json").read_text())["files"]
-    rewrite(copied, files={**files, name: {"bytes": 1, "sha256": "0"}})
-    with pytest.raises(GuardError, match="leads out of the folder: not opened"):
-        Guard.load(copied)
-
-
-def test_links_are_not_followed(copied):
-    target = copied.parent / "elsewhere"
-    shutil.move(copied / "weights.safetensors", target)
-    (copied / "weights.safetensors").symlink_to(target)
-    with pytest.raises(GuardError, match="leads out of the folder"):
-        Guard.load(copied)
-
-
-@pytest.mark.parametrize("name", ["os.system", "Unknown", "CheckpointError", "Backbone", 3, None])
-def test_only_networks_of_this_package_are_made(copied, name):
-    rewrite(copied, backbone={"class": name, "options": {}})
-    with pytest.raises(GuardError, match=r"no backbone of this version|cannot be used|not made from a"):
-        Guard.load(copied)
+@pytest.mark.parametrize("per_class", [False, True])
+def test_the_threshold_in_the_json_is_the_one_that_decides(tmp_path, per_class):
+    feature_guard(per_class=per_class).save(tmp_path / "guard", onnx=False)
+    z = torch.randn(50, 6) * 3
+    guard = Guard.load(tmp_path / "guard")
+    verdict = guard(z)
+    assert 0 < verdict.is_ood.sum() < 50
+    threshold = json.loads((tmp_path / "guard" / "guard.json").read_text())["threshold"]
+    assert isinstance(threshold, list) == per_class
+    if not per_class:
+        assert torch.equal(verdict.is_ood, verdict.score > threshold)
+    lowered = [-1e9] * 2 if per_class else float(verdict.score.median())
+    rewrite(tmp_path / "guard", threshold=lowered)
+    changed = Guard.load(tmp_path / "guard")(z)
+    assert torch.equal(changed.score, verdict.score)
+    assert changed.is_ood.sum() == (50 if per_class else 25)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "error"),
     [
-        {"backbone": {"class": "ResNet", "options": {"blocks": [2, 2], "widths": [8, 16]}}},
-        {"backbone": {"class": "ResNet", "options": {"layers": 5}}},
-        {"preprocessing": {"size": "big"}},
-        {"classes": ["only one"]},
-        {"backbone": []},
-        {"files": {}},
+        ({"backbone": {"class": "ResNet", "options": {"transform": True}}, "preprocessing": None}, "backbone="),
+        ({"backbone": {"class": "os.system", "options": {}}}, "os.system"),
+        ({"backbone": {"class": "ResNet", "options": {"blocks": [2, 2], "widths": [8, 16]}}}, "weights.safetensors"),
+        ({"format": 9}, "format"),
     ],
 )
-def test_a_guard_that_does_not_fit_itself_is_refused_in_one_line(copied, changes):
+def test_a_guard_that_does_not_fit_itself_is_refused(copied, changes, error):
     rewrite(copied, **changes)
-    with pytest.raises(GuardError, match="rmd-fit") as caught:
+    with pytest.raises((ValueError, TypeError), match=error):
         Guard.load(copied)
-    assert "\n" not in str(caught.value)
 
 
-def test_missing_and_foreign_things_are_named(copied, tmp_path):
-    with pytest.raises(GuardError, match=r"nowhere is no guard: there is no guard\.json in it"):
+def test_missing_and_damaged_files_are_named(copied, tmp_path):
+    with pytest.raises(ValueError, match="nowhere"):
         Guard.load(tmp_path / "nowhere")
+    for name in ("detector.safetensors", "weights.safetensors"):
+        os.truncate(copied / name, 100)
+        with pytest.raises(ValueError, match=name):
+            Guard.load(copied)
     (copied / "weights.safetensors").unlink()
-    with pytest.raises(GuardError, match=r"weights\.safetensors is missing"):
-        Guard.load(copied)
-    rewrite(copied, format=2)
-    with pytest.raises(GuardError, match="has format 2, expected 1"):
+    with pytest.raises(FileNotFoundError, match="weights"):
         Guard.load(copied)
     (copied / "guard.json").write_text("{")
-    with pytest.raises(GuardError, match="is not JSON"):
+    with pytest.raises(ValueError, match=r"guard\.json"):
         Guard.load(copied)
 
 
@@ -153,15 +109,11 @@ def test_a_network_of_ones_own_is_given_in_python(tmp_path):
     detector = Calibrated(FusedRMD()).fit_features(features, y).calibrate_features(features)
     guard = Guard(net, detector, ["a", "b"], input_shape=(6,))
     guard.save(tmp_path / "guard", onnx=False)
-    with pytest.raises(
-        GuardError, match=r"OwnNet, which is not made from a file.*Guard\.load\(folder, backbone=\.\.\.\)"
-    ):
+    with pytest.raises(ValueError, match=r"OwnNet.*backbone="):
         Guard.load(tmp_path / "guard")
     loaded = Guard.load(tmp_path / "guard", backbone=OwnNet(num_classes=2))
     assert torch.equal(loaded(z).score, guard(z).score)
     assert loaded(z).class_name == guard(z).class_name
-    with pytest.raises(GuardError, match="do not fit the network"):
-        Guard.load(tmp_path / "guard", backbone=OwnNet(num_classes=3))
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -176,45 +128,28 @@ def test_a_guard_replaces_a_guard_and_nothing_else(tmp_path):
     assert not (tmp_path / "mine" / "note.txt").exists()
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "dear.jpg").write_text("")
-    with pytest.raises(ValueError, match="photos is not empty and no guard"):
+    with pytest.raises(ValueError, match="not empty"):
         guard.save(tmp_path / "photos", onnx=False)
-    with pytest.raises(ValueError, match="is a file"):
+    with pytest.raises(ValueError, match="file"):
         guard.save(tmp_path / "photos" / "dear.jpg", onnx=False)
     assert sorted(os.listdir(tmp_path)) == ["mine", "photos"]
 
 
-def test_a_guard_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
-    guard = feature_guard()
-    guard.save(tmp_path / "guard", onnx=False)
-    digest = guard.digest
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(folder, "_hash", full)
-    with pytest.raises(OSError, match="No space left"):
-        guard.save(tmp_path / "guard", onnx=False)
-    monkeypatch.undo()
-    assert Guard.load(tmp_path / "guard").digest == digest
-    assert os.listdir(tmp_path) == ["guard"]
-
-
-def test_without_the_packages_the_extra_is_named_before_anything_is_written(tmp_path, monkeypatch):
+def test_without_the_packages_the_extra_is_named_and_nothing_is_written(tmp_path, monkeypatch):
     def missing(package, extra, needed_by):
         raise ImportError(f"{needed_by} needs {package}: rmd-plugin[{extra}]")
 
     monkeypatch.setattr(export, "require", missing)
-    with pytest.raises(ImportError, match=r"onnx=false.*rmd-plugin\[export\]"):
+    with pytest.raises(ImportError, match=r"rmd-plugin\[export\]"):
         feature_guard().save(tmp_path / "guard")
     assert not os.listdir(tmp_path)
 
 
 def test_the_card_shows_names_of_strangers_as_text(tmp_path):
     guard = feature_guard()
-    guard.class_names = ["<script>alert(1)</script>", "a|b\n# Heading ![x](http://example.org/x.png)"]
+    guard.class_names = ["<script>alert(1)</script>", "a|b\n# Heading"]
     guard.save(tmp_path / "guard", onnx=False)
     card = (tmp_path / "guard" / "README.md").read_text()
-    assert "\\<script\\>" in card
-    assert "a\\|b # Heading" in card
-    assert "![x\\](" in card
+    assert "<script" not in card
+    assert "a&#124;b # Heading" in card
     assert "written without `model.onnx`" in card

@@ -42,12 +42,6 @@ def test_a_foreign_app_chooses_detectors_and_dataloaders_and_trains():
     assert monitor.detectors["odin"].eps == 0.01
 
 
-def test_detectors_can_be_left_out():
-    md = "+callbacks.ood_monitor.detectors.md._target_=rmd_plugin.Mahalanobis"
-    callbacks = instantiate(composed("~callbacks.ood_monitor.detectors.rmd", md))
-    assert list(callbacks.ood_monitor.detectors) == ["md"]
-
-
 def test_hydras_own_mappings_are_taken():
     config = OmegaConf.create(
         {

@@ -1,267 +1,134 @@
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from matplotlib import rcParams
-from matplotlib.colors import to_hex
 from pytorch_ood.metrics import functional as metrics
+from report_kit import auroc_row, compared, fitted, observed
+from sklearn.metrics import auc
 
-from rmd_plugin.compare.rows import Row
+from rmd_plugin.compare.rows import make_row, make_rows
 from rmd_plugin.report.figures import (
-    auroc_figure,
     calibration_figure,
     choose_detectors,
+    epochs_figure,
     histogram_figure,
     roc_figure,
     roc_points,
+    save_figure,
     set_colours,
 )
-from rmd_plugin.report.scores import read_scores, write_scores
-from rmd_plugin.report.style import CYCLE, PALETTE, colour, new_figure, save_figure
-
-SETS = {"six": "near", "noise": "far"}
-DETECTORS = ("msp", "rmd", "mahalanobis", "knn")
+from rmd_plugin.report.names import LABELS, OURS, PALETTE, colour, detector_style
 
 
-@pytest.fixture(scope="module")
-def scores():
+def legend(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_the_curve_is_that_of_the_framework():
     rng = np.random.default_rng(0)
-    return {
-        name: {"test": rng.normal(size=300), "six": rng.normal(1 + k, size=200), "noise": rng.normal(4, size=100)}
-        for k, name in enumerate(DETECTORS)
-    }
-
-
-@pytest.fixture(scope="module")
-def rows(scores):
-    found = []
-    for detector, sets in scores.items():
-        for name, distance in SETS.items():
-            value = area(*roc_points(sets["test"], sets[name]))
-            found.append(Row("d", name, "b", detector, 0, "AUROC", value, distance=distance, low=value - 0.1, high=1.0))
-    return found
-
-
-def area(fpr, tpr):
-    return float(torch.trapezoid(torch.as_tensor(tpr), torch.as_tensor(fpr)))
-
-
-def texts(axes):
-    return [text.get_text() for text in axes.texts]
-
-
-def test_the_curve_is_that_of_the_framework(scores):
-    known, unknown = scores["msp"]["test"], scores["msp"]["six"]
+    known, unknown = rng.normal(size=300).round(1), rng.normal(1, size=200).round(1)  # with ties
     fpr, tpr = roc_points(known, unknown, points=10_000)
-    labels = torch.cat([torch.zeros(len(known)), -torch.ones(len(unknown))])
+    labels = torch.cat([torch.zeros(300), -torch.ones(200)])
     expected = metrics.roc_curve(torch.from_numpy(np.concatenate([known, unknown])), labels)
     assert np.allclose(np.interp(expected[0], fpr, tpr), np.interp(expected[0], expected[0], expected[1]))
-    assert area(fpr, tpr) == pytest.approx(
-        float(metrics.auroc(torch.from_numpy(np.concatenate([known, unknown])), labels))
-    )
+    thin = roc_points(known, unknown, points=20)
+    assert len(thin[0]) <= 21
+    assert auc(thin[0], thin[1]) == pytest.approx(auc(fpr, tpr), abs=0.02)
 
 
-def test_a_thinned_curve_keeps_its_area_and_its_ends():
-    rng = np.random.default_rng(1)
-    known, unknown = rng.normal(size=5000), rng.normal(2, size=5000)
-    whole, thin = roc_points(known, unknown, points=10**6), roc_points(known, unknown)
-    assert len(thin[0]) <= 400
-    assert area(*thin) == pytest.approx(area(*whole), abs=1e-3)
-    assert (thin[0][0], thin[1][0], thin[0][-1], thin[1][-1]) == (0, 0, 1, 1)
+def test_rmd_and_md_are_shown_even_if_others_are_better():
+    values = {"knn": 0.9, "msp": 0.8, "rmd": 0.7, "mahalanobis": 0.6}
+    rows = make_rows([auroc_row(name, "a", value) for name, value in values.items()])
+    assert choose_detectors(rows, 3) == ["knn", "rmd", "mahalanobis"]
 
 
-def test_tied_scores_make_one_straight_piece():
-    fpr, tpr = roc_points(np.zeros(10), np.zeros(20))
-    assert fpr.tolist() == [0, 1]
-    assert tpr.tolist() == [0, 1]
+def test_roc_curves_are_named_with_their_auroc_and_the_rest_is_grey():
+    scores, rows = fitted(), compared()
+    figure = roc_figure(scores, rows, detectors=["rmd"], title="t")
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["blobs (near)", "noise (far)"]
+    value = rows.query("detector == 'rmd' and metric == 'AUROC' and ood == 'blobs'")["value"].iloc[0]
+    assert legend(figure.axes[0]) == [f"RMD  {100 * value:.1f}"]
+    assert "#DADADA" in {line.get_color() for line in figure.axes[0].lines}
+    assert roc_figure(scores, make_rows()) is None
 
 
-def test_rmd_and_md_are_shown_even_if_others_are_better(rows):
-    assert set(choose_detectors(rows, 2)) == {"rmd", "mahalanobis"}
-    assert choose_detectors(rows, 3) == ["knn", "mahalanobis", "rmd"]
+def test_histograms_count_every_score_name_every_set_and_mark_the_threshold():
+    (axes,) = histogram_figure(fitted(), compared(), detectors=["rmd"]).axes
+    assert legend(axes) == ["in-distribution", "blobs", "noise"]
+    for patch in axes.patches:
+        assert patch.get_data().values.sum() == pytest.approx(1.0)
+    assert "dashed: 5 % false alarms" in axes.get_xlabel()
+    assert "near AUROC" in axes.get_title(loc="left")
 
 
-def test_curves_are_named_in_place_with_their_auroc_and_the_rest_is_grey(scores, rows):
-    figure = roc_figure(scores, rows, detectors=["rmd", "knn"], title="t")
-    near, far = figure.axes
-    assert near.get_title(loc="left") == "six (near)"
-    value = next(row.value for row in rows if row.detector == "rmd" and row.ood == "six")
-    assert f"RMD  {100 * value:.1f}" in texts(near)
-    colours = [to_hex(line.get_color()).upper() for line in far.lines]
-    assert colours.count("#DADADA") == 2
-    assert {colour("rmd"), colour("knn")} <= set(colours)
-
-
-def test_histograms_count_every_score_and_name_every_set(scores, rows):
-    figure = histogram_figure(scores, rows, detectors=["rmd"])
-    (axes,) = figure.axes
-    assert set(texts(axes)) == {"in-distribution", "six", "noise"}
-    assert all(patch.get_data().values.sum() == pytest.approx(1) for patch in axes.patches)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_names_in_a_histogram_lie_on_no_curve_and_on_no_other_name(seed):
-    rng = np.random.default_rng(seed)
-    shapes = {"test": rng.gamma(1.0, 1.0, 300), "six": rng.normal(3, 2, 300), "noise": rng.normal(1.5, 0.7, 300)}
-    mixed = {name: {key: values * (-1) ** k for key, values in shapes.items()} for k, name in enumerate(DETECTORS)}
-    mine = [Row("d", name, "b", d, 0, "AUROC", 0.5, distance=far) for d in DETECTORS for name, far in SETS.items()]
-    figure = histogram_figure(mixed, mine, detectors=DETECTORS)
-    figure.canvas.draw()
-    for axes in figure.axes[: len(DETECTORS)]:
-        boxes = [text.get_window_extent().transformed(axes.transData.inverted()) for text in axes.texts]
-        assert len(boxes) == 3
-        (left, right), (_, top) = axes.get_xlim(), axes.get_ylim()
-        for place, box in enumerate(boxes):
-            assert left <= box.x0 < box.x1 <= right
-            assert box.y1 <= top
-            assert not any(box.overlaps(other) for other in boxes[:place])
-            for curve in axes.patches:
-                heights, edges, _ = curve.get_data()
-                below = (edges[1:] > box.x0) & (edges[:-1] < box.x1)
-                assert heights[below].max() <= box.y0
-
-
-def test_wild_scores_do_not_squeeze_the_histogram(scores, rows):
-    wild = {"rmd": {**scores["rmd"], "six": np.append(scores["rmd"]["six"], [1e30, np.inf])}}
-    (axes,) = histogram_figure(wild, rows, detectors=["rmd"]).axes
-    assert axes.get_xlim()[1] < 100
-
-
-def test_constant_scores_are_drawn_too(rows):
-    constant = {"rmd": {"test": np.ones(5), "six": np.ones(5), "noise": np.ones(5)}}
-    assert len(histogram_figure(constant, rows, detectors=["rmd"]).axes) == 1
-
-
-def test_sets_without_a_number_are_left_out_and_rows_are_not_needed(scores):
-    mine = {"test": scores["rmd"]["test"], "empty": np.empty(0), "six": scores["rmd"]["six"], "bad": np.full(3, np.nan)}
-    (axes,) = histogram_figure({"mine": mine}, detectors=["mine"]).axes
-    assert set(texts(axes)) == {"in-distribution", "six"}
-    (axes,) = histogram_figure({"mine": {"test": np.full(2, np.nan)}}, detectors=["mine"]).axes
-    assert texts(axes) == []
-
-
-def test_names_of_sets_do_not_overlap(scores, rows):
-    same = {"rmd": {"test": scores["rmd"]["test"], "six": scores["rmd"]["test"], "noise": scores["rmd"]["test"]}}
-    figure = histogram_figure(same, rows, detectors=["rmd"])
-    figure.canvas.draw()
-    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
-    assert not any(a.overlaps(b) for k, a in enumerate(boxes) for b in boxes[:k])
-
-
-def test_every_detector_has_a_line_with_its_interval(rows):
-    figure = auroc_figure(rows, "title")
-    (axes,) = figure.axes
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["KNN", "MD", "RMD", "MSP"]
-    assert axes.get_legend_handles_labels()[1] == ["six (near)", "noise (far)"]
-    assert len(axes.collections) == 2
-
-
-def test_a_row_without_interval_is_a_point_alone(rows):
-    bare = [Row(r.benchmark, r.ood, r.backbone, r.detector, 0, r.metric, r.value, distance=r.distance) for r in rows]
-    (axes,) = auroc_figure(bare).axes
-    assert axes.get_xlabel() == "AUROC (%)"
-    assert math.isnan(bare[0].low)
-
-
-def test_a_colour_belongs_to_a_distance_and_comes_from_the_palette():
-    colours = set_colours({"a": "near", "b": "far", "c": "near", "d": ""})
-    assert len({colours["a"], colours["b"], colours["c"]}) == 3
-    assert set(colours.values()) <= set(PALETTE.values())
-
-
-def test_the_palette_stays_distinct_for_every_kind_of_colour_vision():
-    # Machado et al. 2009, severity 1: how protan, deutan and tritan observers see linear RGB
-    views = {
-        "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-        "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-        "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
-    }
-    colours = np.array([[int(code[k : k + 2], 16) / 255 for k in (1, 3, 5)] for code in CYCLE])
-    linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
-    for matrix in views.values():
-        seen = np.clip(linear @ np.array(matrix).T, 0, 1) ** (1 / 2.4)
-        apart = np.linalg.norm(seen[:, None] - seen[None], axis=2) + 10 * np.eye(len(seen))
-        assert apart.min() > 0.1
-
-
-def test_files_are_equal_for_equal_figures_and_settings_are_left_alone(tmp_path):
-    def draw(stem):
-        figure = new_figure((2, 1))
-        figure.text(0.1, 0.1, "text")
-        return save_figure(figure, stem)
-
-    before = dict(rcParams)
-    first, second = draw(tmp_path / "one"), draw(tmp_path / "two")
-    assert [path.name for path in first] == ["one.png", "one.pdf"]
-    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
-    assert dict(rcParams) == before
-
-
-def test_figures_do_not_import_pyplot():
-    code = "import sys, rmd_plugin.report.figures; sys.exit(bool({'matplotlib.pyplot', 'torch'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_scores_come_back_from_disk(scores, tmp_path):
-    write_scores(scores, tmp_path / "scores.npz")
-    back = read_scores(tmp_path / "scores.npz")
-    assert list(back) == list(scores)
-    assert np.array_equal(back["rmd"]["six"], scores["rmd"]["six"].astype(np.float32))
-
-
-@pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04broken"])
-def test_a_file_without_scores_is_refused(content, tmp_path):
-    path = tmp_path / "scores.npz"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="does not hold scores"):
-        read_scores(path)
-
-
-def test_an_archive_of_other_arrays_or_objects_is_refused(tmp_path):
-    np.savez(tmp_path / "other.npz", features=np.ones(3))
-    np.savez(tmp_path / "object.npz", **{"a//b": np.array([print], dtype=object)})
-    for name, complaint in (("other", "array 'features'"), ("object", "unpickled")):
-        with pytest.raises(ValueError, match=complaint):
-            read_scores(tmp_path / f"{name}.npz")
-
-
-def test_the_threshold_stands_in_the_histogram(scores, rows):
-    level = [*rows, Row("d", "", "b", "rmd", 0, "false_alarms@0.05", 0.04)]
-    marked = [*level, Row("d", "", "b", "rmd", 0, "threshold@0.05", 1.64)]
-    axes = histogram_figure(scores, marked, detectors=["rmd"]).axes[0]
-    assert any(list(line.get_xdata()) == [1.64, 1.64] for line in axes.lines)
-    assert axes.get_xlabel().endswith("dashed: 5 % false alarms")
-    beyond = [*level, Row("d", "", "b", "rmd", 0, "threshold@0.05", 1e9)]
-    assert "dashed" not in histogram_figure(scores, beyond, detectors=["rmd"]).axes[0].get_xlabel()
-
-
-def test_calibration_shows_the_share_of_the_test_set_that_is_flagged(scores, rows):
-    held_out = {"val": np.random.default_rng(1).normal(size=99)}
-    both = {name: {**sets, **held_out} for name, sets in scores.items()}
-    axes = calibration_figure(both, rows, detectors=["rmd", "knn"]).axes[0]
-    line = next(line for line in axes.lines if line.get_color() == colour("rmd"))
-    asked, found = line.get_data()
-    at = np.flatnonzero(np.isclose(asked, 10.0))[0]
-    # p <= 10 % where at most 9 of the 99 reach the score, the test sample being the tenth of a hundred
-    threshold = np.sort(held_out["val"])[-10]
-    assert found[at] == pytest.approx(100 * np.mean(scores["rmd"]["test"] > threshold))
-    assert calibration_figure(scores, rows) is None
-
-
-@pytest.mark.slow
-def test_the_band_holds_what_exchangeable_data_give():
+@pytest.mark.parametrize("ood", [1.0, 1e4, -1e4], ids=["near", "far above", "far below"])
+def test_ood_scores_that_reach_far_do_not_squeeze_the_id_scores(ood):
     rng = np.random.default_rng(0)
-    inside = []
-    for _ in range(40):
-        drawn = {"rmd": {"test": rng.normal(size=200), "val": rng.normal(size=200)}}
-        axes = calibration_figure(drawn, detectors=["rmd"]).axes[0]
-        asked, found = next(line for line in axes.lines if line.get_color() == colour("rmd")).get_data()
-        # the edge of the band, down one side and up the other
-        corners = axes.collections[0].get_paths()[0].vertices
-        edges = corners[np.isclose(corners[:, 0], 10.0), 1]
-        inside.append(edges.min() <= found[np.isclose(asked, 10.0)][0] <= edges.max())
-    assert sum(inside) >= 34  # of 40 at 95 %: fewer than one in 1,000 times
+    scores = {"rmd": {"test": rng.normal(700, 20, 500), "far": rng.normal(700 + ood, 20 + abs(ood) / 10, 500)}}
+    (axes,) = histogram_figure(scores, detectors=["rmd"]).axes
+    left, right = axes.transAxes.inverted().transform(axes.transData.transform([(660, 0), (740, 0)]))[:, 0]
+    assert right - left > 0.2
+    assert axes.patches[-1].get_data().values.sum() == pytest.approx(1.0)  # the far ones are in the outermost bin
+
+
+@pytest.mark.parametrize(
+    "values", [np.full(20, 3.0), np.array([0.0, 1e-300] * 10), np.array([1.0, np.inf, np.nan, 2.0])]
+)
+def test_odd_scores_are_drawn_too(values):
+    scores = {"mine": {"test": values, "x": values, "none": np.array([np.nan])}}
+    (axes,) = histogram_figure(scores, detectors=["mine"]).axes
+    assert legend(axes) == ["in-distribution", "x"]
+
+
+def test_calibration_shows_the_share_of_the_test_set_that_is_flagged():
+    rng = np.random.default_rng(0)
+    scores = {"rmd": {"val": rng.normal(size=999), "test": rng.normal(size=2000)}}
+    (axes,) = calibration_figure(scores, detectors=["rmd"]).axes
+    line = next(line for line in axes.lines if line.get_color() == colour("rmd"))
+    at = int(np.flatnonzero(np.isclose(line.get_xdata(), 10.0))[0])
+    threshold = np.sort(scores["rmd"]["val"])[-100]
+    assert line.get_ydata()[at] == pytest.approx(100 * np.mean(scores["rmd"]["test"] > threshold))
+    assert legend(axes) == ["RMD"]
+    assert calibration_figure({"rmd": {"test": np.zeros(3)}}, detectors=["rmd"]) is None
+
+
+def test_curves_over_epochs_stand_at_their_values_and_are_named_by_where_they_end():
+    values = {"rmd": [0.8, math.nan, 0.9], "knn": [0.7, 0.75, 0.72], "mine": [0.5, 0.5, 0.5]}
+    history = [observed(name, "a", epoch, value) for name, curve in values.items() for epoch, value in enumerate(curve)]
+    (axes,) = epochs_figure(history, ["a"], detectors=["knn", "rmd", "msp"], distances={"a": "near"}).axes
+    lines = {line.get_color(): line for line in axes.lines}
+    assert np.allclose(lines[colour("rmd")].get_ydata(), [80, math.nan, 90], equal_nan=True)
+    assert list(lines[colour("knn")].get_xdata()) == [1, 2, 3]
+    assert legend(axes) == ["RMD", "KNN"]
+    assert axes.get_title(loc="left") == "a (near)"
+    within = [{**row, "epoch": 0} for row in history]
+    assert epochs_figure(within, ["a"]).axes[0].get_xlabel() == "step"
+
+
+def test_every_ood_set_has_a_panel_and_their_mean_the_first():
+    history = [observed("rmd", ood, epoch, 0.9) for ood in ("a", "b", "mean") for epoch in range(2)]
+    assert [axes.get_title(loc="left") for axes in epochs_figure(history).axes] == ["mean over the OOD sets", "a", "b"]
+    one = [row for row in history if row["ood"] != "b"]
+    assert [axes.get_title(loc="left") for axes in epochs_figure(one).axes] == ["a"]  # its mean is the same curve
+
+
+def test_colours_tell_ood_sets_and_detectors_apart():
+    sets = set_colours({"a": "near", "b": "far", "c": "near", "d": ""})
+    assert len({sets["a"], sets["b"], sets["c"]}) == 3
+    styles = [str(detector_style(name)) for name in LABELS]
+    assert len(set(styles)) == len(styles)
+    assert len({colour(name) for name in ("rmd", "fused", "mahalanobis", "msp", "energy", "vim", "marginal")}) == 7
+    assert set(OURS) <= set(LABELS)
+    assert detector_style("mine") == detector_style("mine")
+    assert str(detector_style("mine")) not in styles
+    assert {*sets.values(), colour("mine")} <= set(PALETTE.values())
+
+
+def test_equal_figures_give_equal_files_and_a_name_with_a_dollar_sign_is_a_name(tmp_path):
+    rows = make_rows([make_row("b", "$x_", "n", "$y^", 0, "AUROC", 0.5)])
+    for name in ("one", "two"):
+        figure = roc_figure({"$y^": {"test": np.arange(9.0), "$x_": np.arange(9.0)}}, rows, title="$z$")
+        save_figure(figure, tmp_path / name, formats=("png", "pdf", "svg"))
+    for suffix in ("png", "pdf", "svg"):
+        assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"two.{suffix}").read_bytes()

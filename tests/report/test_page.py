@@ -1,78 +1,77 @@
-import functools
 import html
 import json
-import math
 import re
 import shutil
 import subprocess
+from html.parser import HTMLParser
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import make_blobs
 from markupsafe import escape
-from pytorch_ood.metrics import functional as metrics
+from PIL import Image
+from report_kit import SETS, auroc_row, compared, fitted, make_run, observed, random_pictures
 
-from rmd_plugin import RMD, Mahalanobis
-from rmd_plugin.compare.rows import Row
-from rmd_plugin.report.page import render_report, write_report
-from rmd_plugin.report.run_figures import contributions_figure, epochs_figure, partial_sums_figure
-from rmd_plugin.report.run_folder import RunFolder
-from rmd_plugin.report.scores import read_directions, summarise_directions, write_directions
-from rmd_plugin.report.style import colour
+from rmd_plugin.compare.rows import make_rows
+from rmd_plugin.guard.score import score_schema
+from rmd_plugin.report.page import (
+    EXTREMES,
+    REASONS,
+    ScoringRun,
+    collect_samples,
+    preview,
+    render_report,
+    summarise_scores,
+    thumbnail,
+    write_report,
+    write_scores_page,
+)
+from rmd_plugin.report.run import RunFolder
 
-SETS = {"blobs": "near", "noise": "far"}
+EVIL = '<script>alert("x")</script>'
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
-@functools.cache
-def fitted():
-    """Contributions and scores of real detectors, and the AUROC of the framework."""
-    z, y, mixed = make_blobs()
-    sets = {"test": mixed[:40], "blobs": mixed[40:], "noise": 3 * mixed[40:] + 5, "val": mixed[:40] + 0.01}
-    detectors = {"rmd": RMD().fit_features(z, y), "mahalanobis": Mahalanobis().fit_features(z, y)}
-    scores = {n: {s: d.predict_features(x).numpy() for s, x in sets.items()} for n, d in detectors.items()}
-    sets.pop("val")
-    terms = {n: {s: d.contributions(x).numpy() for s, x in sets.items()} for n, d in detectors.items()}
-    return scores, terms
+class Checked(HTMLParser):
+    """Every element is closed in order, nothing runs or is fetched, every picture has a text."""
+
+    def __init__(self):
+        super().__init__()
+        self.open = []
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        assert tag != "script"
+        assert not any(name.startswith("on") or name in ("href", "srcset", "action") for name in found)
+        if tag == "img":
+            assert found["src"].startswith("data:image/")
+            assert found["alt"]
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
 
 
-def auroc(known, found):
-    labels = torch.cat([torch.zeros(len(known)), -torch.ones(len(found))])
-    return float(metrics.auroc(torch.from_numpy(np.concatenate([known, found])), labels))
+def checked(page):
+    reader = Checked()
+    reader.feed(page)
+    assert reader.open == []
+    assert 'http-equiv="Content-Security-Policy"' in page
+    return page
 
 
-def seen(detector, ood, epoch, value):
-    where = {"stage": "fit", "epoch": epoch, "step": 10 * epoch}
-    return {**where, "detector": detector, "ood": ood, "metric": "AUROC", "value": value}
-
-
-def make_run(path, name="digits"):
-    scores, terms = fitted()
-    folder = RunFolder(path)
-    about = {"benchmark": name, "backbone": "mlp", "seed": 0}
-    config = {"seed": 0, "benchmark": {"name": name}, "long": "x" * 400}
-    with folder.running(config=config, about=about, command="rmd-train benchmark=digits " + "a" * 300):
-        rows = [Row(name, "", "mlp", "", 0, "ACC", 0.9731)]
-        history = []
-        for detector, mine in scores.items():
-            for ood, distance in SETS.items():
-                value = auroc(mine["test"], mine[ood])
-                rows.append(Row(name, ood, "mlp", detector, 0, "AUROC", value, distance=distance, low=0.5, high=1.0))
-                rows.append(Row(name, ood, "mlp", detector, 0, "detected@0.05", 0.5, distance=distance))
-                history += [seen(detector, ood, epoch, value - 0.1 / (epoch + 1)) for epoch in range(3)]
-            rows.append(Row(name, "", "mlp", detector, 0, "false_alarms@0.05", 0.0321, low=0.01, high=0.06))
-            rows.append(Row(name, "", "mlp", detector, 0, "threshold@0.05", 1.0))
-        folder.write_rows(rows)
-        folder.write_history(history)
-        folder.write_scores(scores)
-        folder.write_directions(terms)
-    return folder
+def plain(page):
+    return " ".join(html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.S)).split())
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = make_run(tmp_path_factory.mktemp("run"))
+    folder.write_samples(collect_samples(compared(), fitted(), random_pictures))
     write_report(folder)
     return folder
 
@@ -82,279 +81,222 @@ def page(run):
     return run.file("report.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 def test_the_page_shows_every_part_of_the_run(page):
-    text = html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.S))
-    assert "digits, mlp" in text
-    assert "97.31 %" in text
-    for heading in (
-        "Detectors",
-        "Decisions",
-        "Over training",
-        "Scores",
-        "Where the difference lies",
-        "How it was made",
-    ):
+    text = plain(checked(page))
+    assert "<title>OOD detection on digits with mlp</title>" in page
+    for heading in ("Detectors", "Decisions", "Over training", "Scores", "Samples", "Reproducing this run"):
         assert f"<h2>{heading}</h2>" in page
-    assert "rmd-train benchmark=digits aaa" in text
-    assert torch.__version__.split("+")[0] in text
-    assert re.search(r"<details><summary>The whole config</summary><pre>.*seed: 0", page, re.S)
-    assert "3.21" in text
-    # calibration, 2 sets over training, 2 histograms, 2 contributions, 2 partial sums
-    assert page.count("<img ") == 9
-    assert page.count('alt="') == 9
+    for words in ("97.31 %", "3.21", "rmd-train benchmark=digits aaa", torch.__version__.split("+")[0], "seed: 0"):
+        assert words in text
+    # calibration, 2 sets over training, 2 histograms
+    assert page.count('src="data:image/svg+xml') == 5
 
 
-def what_next(path, command, *, detector="rmd", benchmark="image_folder", backbone="small_cnn"):
-    folder, about = RunFolder(path), {"benchmark": benchmark, "backbone": backbone}
-    with folder.running(config=None, about=about, command=command):
-        folder.write_rows([Row(benchmark, "other", backbone, detector, 3, "AUROC", 0.9, distance="near")])
-    return html.unescape(render_report(folder))
+def test_the_page_says_what_to_do_next_and_the_command_names_the_run(run, page, tmp_path):
+    assert f"rmd-fit run={run.path} detector=mahalanobis out=guard" in plain(page)
+    assert "rmd-score guard FOLDER" in plain(page)
+    assert "-m seed=0,1,2,3,4" in plain(page)
+    other = plain(render_report(make_run(tmp_path / "a b", command="rmd-compare")))
+    assert f"rmd-fit run='{tmp_path}/a b' detector=mahalanobis out=guard" in other
+    assert "-m seed=" not in other
 
 
-def test_what_to_do_next_repeats_the_run(tmp_path):
-    command = "rmd-train benchmark=image_folder benchmark.path='my photos' backbone.widths=[8] seed=3 hydra.run.dir=out"
-    told = what_next(tmp_path, command)
-    assert (
-        "rmd-fit benchmark=image_folder backbone=small_cnn 'benchmark.path=my photos' 'backbone.widths=[8]' seed=3 "
-        "detector=rmd out=guard"
-    ) in told  # the splits are drawn by the seed: with another one the network has seen the calibration data
-    assert (
-        "rmd-train -m benchmark=image_folder 'benchmark.path=my photos' 'backbone.widths=[8]' seed=0,1,2,3,4 "
-        "&& rmd-report multirun/train"
-    ) in told
-
-
-def test_the_guard_has_the_weights_the_options_and_the_own_parts_of_the_run(tmp_path):
-    words = "checkpoint=s0/best.ckpt detector.rmd.shrinkage=oas detector.msp.t=2 +backbone.transform._target_=a.B"
-    told = what_next(tmp_path / "a", f"rmd-compare --config-dir mine {words}", detector="mine")
-    assert (
-        "rmd-fit --config-dir mine benchmark=image_folder backbone=small_cnn +backbone.transform._target_=a.B "
-        "checkpoint=s0/best.ckpt detector=mine out=guard"
-    ) in told
-    told = what_next(tmp_path / "b", f"rmd-compare {words}")
-    assert (
-        "detector.rmd.shrinkage=oas +backbone.transform._target_=a.B checkpoint=s0/best.ckpt detector=rmd out=guard"
-        in told
-    )
-    assert (
-        "-m" not in told.partition("What next")[2].partition("How it was made")[0].split()
-    )  # seeds may change nothing
-    for kind in ("best", "last"):
-        (tmp_path / "c" / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "c" / "checkpoints" / f"{kind}.ckpt").touch()
-    assert "checkpoints/last.ckpt detector=rmd" in what_next(tmp_path / "c", "rmd-train weights=last")
-    assert "rmd-fit" not in what_next(tmp_path / "d", "rmd-train experiment=table1/cifar100")
-
-
-@pytest.mark.slow
-def test_the_best_detector_of_each_column_is_bold(page):
-    scores, _ = fitted()
-    for ood in SETS:
-        values = {name: 100 * auroc(mine["test"], mine[ood]) for name, mine in scores.items()}
-        assert f"<strong>{max(values.values()):.2f}</strong>" in page
-
-
-def test_the_page_needs_nothing_from_anywhere(page):
-    sources = re.findall(r'\b(?:src|href|srcset|data|action)\s*=\s*"([^"]{0,40})', page)
-    assert sources
-    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
-    assert not re.search(r"<script|<link|<iframe|@import|url\(|javascript:|\son\w+=", page)
-
-
-def test_the_same_history_gives_the_same_page(tmp_path):
+def test_the_recommended_detector_is_shown_over_training(tmp_path):
     folder = RunFolder(tmp_path)
-    folder.write_history([seen(name, "a", epoch, 0.9) for name in ("rmd", "knn") for epoch in range(2)])
-    assert render_report(folder) == render_report(folder)
+    folder.write_rows(make_rows([auroc_row(f"d{n}", "a", 0.5 + n / 100) for n in range(20)]))
+    folder.write_history([observed(f"d{n}", "a", epoch, 0.9) for n in range(20) for epoch in range(2)])
+    from rmd_plugin.report import page
+
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "picture", lambda figure, alt: seen.append(figure) or page.Picture("data:image/x", alt))
+        render_report(folder)
+    assert any(text.get_text() == "d19" for text in seen[0].axes[0].get_legend().get_texts())
 
 
 def test_names_cannot_break_the_page(tmp_path):
-    evil = '<script>alert("x")</script>'
-    rows = [Row(evil, evil, evil, name, 0, "AUROC", 0.5, distance="near") for name in (evil, "rmd")]
-    rows += [Row(evil, evil, evil, "other", 0, "AUROC", math.nan, status="failed", reason=evil)]
     folder = RunFolder(tmp_path)
-    folder.start(config=evil, command=evil)
-    folder.write_rows(rows)
-    folder.write_history([seen(evil, evil, 0, 0.5)])
-    np.savez(folder.file("scores.npz"), **{evil: np.zeros(1)})  # named in the notice that there are no scores
-    folder.finish("failed", evil)
-    page = render_report(folder)
-    assert "<script" not in page
-    assert f"This run failed. {escape(evil)}" in page
-    assert f"<code>{escape(evil)}</code>" in page
-    assert page.count(str(escape(evil))) > 10
+    folder.start(config={EVIL: EVIL}, command=EVIL, about={"benchmark": EVIL})
+    failed = {**auroc_row("other", EVIL), "status": "failed", "reason": EVIL}
+    rows = make_rows([auroc_row(EVIL, EVIL, 0.5), auroc_row("rmd", EVIL, 0.4), failed])
+    folder.write_rows(rows.assign(benchmark=EVIL, backbone=EVIL))
+    folder.write_history([observed(EVIL, EVIL, 0, 0.5)])
+    folder.write_scores({EVIL: {"test": np.arange(9.0), EVIL: np.arange(9.0)}})
+    folder.write_samples(collect_samples(folder.read_rows(), folder.read_scores(), lambda name, place: (EVIL, EVIL)))
+    folder.finish("failed", EVIL)
+    page = checked(render_report(folder))
+    assert f"This run failed. {escape(EVIL)}" in page
+    assert page.count(str(escape(EVIL))) > 20
 
 
-def test_a_failed_run_says_why(tmp_path):
+def test_a_run_that_failed_or_was_interrupted_says_so_and_shows_what_was_done(tmp_path):
     folder = RunFolder(tmp_path)
-    about = {"benchmark": "digits", "backbone": "mlp", "seed": 4}
-    with pytest.raises(RuntimeError), folder.running(about=about):
+    with pytest.raises(RuntimeError), folder.running(about={"benchmark": "digits", "backbone": "mlp", "seed": 4}):
         raise RuntimeError("loss is NaN in epoch 3")
-    page = write_report(tmp_path).read_text(encoding="utf-8")
-    assert "loss is NaN in epoch 3" in page
-    assert "digits, mlp" in page
-    assert "No detector was compared" in page
-
-
-def test_an_interrupted_run_shows_what_was_done(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.start(about={"benchmark": "digits"})
-    folder.write_history([seen("rmd", "a", 0, 0.9)])
+    text = plain(write_report(tmp_path).read_text(encoding="utf-8"))
+    for words in ("loss is NaN in epoch 3", "OOD detection on digits with mlp", "No detector was compared"):
+        assert words in text
+    folder.write_history([observed("rmd", "a", 0, 0.9)])
     folder.finish("interrupted")
-    page = write_report(tmp_path).read_text(encoding="utf-8")
-    assert "was interrupted" in page
-    assert "<h2>Over training</h2>" in page
-
-
-def test_damaged_files_are_named_and_the_rest_stands(run, tmp_path):
-    copy = shutil.copytree(run.path, tmp_path / "copy")
-    (copy / "scores.npz").write_bytes(b"\x00garbage")
-    (copy / "directions.npz").unlink()
-    page = write_report(copy).read_text(encoding="utf-8")
-    assert re.search(r'<p class="notice mild">[^<]*scores\.npz does not hold scores', page)
-    assert page.count("<img ") == 2
-    names = ("rows.csv", "history.csv", "directions.npz", "versions.json", "status.json")
-    for name in names:
-        (copy / name).write_bytes(b"\x00garbage")
-    page = write_report(copy).read_text(encoding="utf-8")
-    for name in names:
-        assert re.search(rf'<p class="notice mild">[^<]*{re.escape(name)}', page), name
-    assert "The whole config" in page
-
-
-def test_a_part_that_cannot_be_drawn_does_not_take_the_page(run, tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.write_rows(run.read_rows())
-    folder.write_scores({"rmd": {"wrong": np.zeros(3)}})
-    page = render_report(folder)
-    assert "could not be drawn" in page
-    assert "<h2>Detectors</h2>" in page
-
-
-def test_a_report_needs_a_folder(tmp_path):
+    text = render_report(folder)
+    assert "was interrupted" in text
+    assert "<h2>Over training</h2>" in text
     with pytest.raises(FileNotFoundError, match="not a folder"):
         write_report(tmp_path / "nowhere")
 
 
-def test_the_directions_add_up_to_the_score_and_to_its_auroc(tmp_path):
-    scores, terms = fitted()
-    write_directions(terms, tmp_path / "directions.npz")
-    for detector, sets in read_directions(tmp_path / "directions.npz").items():
-        known = scores[detector]["test"]
-        for name, profile in sets.items():
-            found = scores[detector][name]
-            assert profile.mean.sum() == pytest.approx(found.mean(), rel=1e-5)
-            assert (profile.low <= profile.high).all()
-            if name == "test":
-                assert np.isnan(profile.auroc).all()
-            else:
-                assert profile.auroc[-1] == pytest.approx(auroc(known, found), abs=1e-6)
-    assert len(read_directions(tmp_path / "directions.npz")["rmd"]["test"].mean) == 4  # K - 1
+def test_damaged_files_are_named_and_the_rest_stands(run, tmp_path):
+    copy = shutil.copytree(run.path, tmp_path / "copy")
+    names = ("scores.npz", "history.csv", "versions.json", "status.json", "samples.json")
+    for name in names:
+        (copy / name).write_bytes(b"\x00garbage")
+    page = checked(write_report(copy).read_text(encoding="utf-8"))
+    for name in names:
+        assert re.search(rf'<p class="notice mild">[^<]*{re.escape(name)}', page), name
+    assert "<h2>Decisions</h2>" in page
+    RunFolder(copy).write_scores({"rmd": {"wrong": np.zeros(3)}})
+    assert "could not be drawn" in render_report(RunFolder(copy))
 
 
-def test_ties_count_half():
-    profiles = summarise_directions({"test": np.zeros((4, 1)), "same": np.zeros((3, 1)), "half": [[-1.0], [1.0]]})
-    assert (profiles["same"].auroc[0], profiles["half"].auroc[0]) == (0.5, 0.5)
+# -- samples ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_outermost_samples_are_kept_in_order_and_flagged_above_the_threshold():
+    scores = fitted()
+    found = collect_samples(compared(), scores, random_pictures)
+    assert found["detector"] == "mahalanobis"
+    assert [group["title"] for group in found["groups"]] == [
+        "in-distribution test set: the most unknown",
+        "blobs (near): the most unknown",
+        "blobs (near): the most ordinary, detected last",
+        "noise (far): the most unknown",
+        "noise (far): the most ordinary, detected last",
+    ]
+    highest = found["groups"][1]["cards"]
+    assert highest[0]["name"] == f"no. {int(np.argmax(scores['mahalanobis']['blobs']))}"
+    assert [card["flagged"] for card in highest] == sorted((card["flagged"] for card in highest), reverse=True)
+    assert highest[0]["flagged"] == bool(scores["mahalanobis"]["blobs"].max() > 1.0)
+    assert json.loads(json.dumps(found)) == found
+    assert collect_samples(compared(), scores, lambda name, place: (torch.zeros(16), "")) is None
+    assert collect_samples(make_rows(), {}, random_pictures) is None
 
 
 @pytest.mark.parametrize(
-    "terms",
+    ("item", "kind"),
     [
-        {"ood": np.zeros((2, 3))},
-        {"test": np.zeros((2, 3)), "ood": np.zeros((2, 4))},
-        {"test": np.zeros(3)},
-        {"test": np.zeros((0, 3))},
+        ("a text", "text"),
+        (Image.new("L", (300, 200)), "image/jpeg"),
+        (np.zeros((8, 8, 3), np.uint8), "image/png"),
+        (torch.rand(1, 8, 8), "image/png"),
+        (torch.randn(3, 8, 8) - 5, None),  # normalised: nobody says what is black
+        (torch.zeros(16), None),
     ],
 )
-def test_contributions_of_the_wrong_shape_are_refused(terms):
-    with pytest.raises(ValueError, match="contributions must"):
-        summarise_directions(terms)
+def test_what_has_a_look_is_shown(item, kind):
+    found = preview(item, "alt")
+    if kind == "text":
+        assert found == item
+    else:
+        assert (None if found is None else found.source.split(";")[0].removeprefix("data:")) == kind
 
 
-def test_curves_stand_at_their_values_and_are_named():
-    values = {"rmd": [0.8, math.nan, 0.9], "knn": [0.7, 0.75, 0.72]}
-    history = [seen(name, "a", epoch, value) for name, found in values.items() for epoch, value in enumerate(found)]
-    axes = epochs_figure(history, ["a"], detectors=["rmd", "msp", "knn"]).axes[0]
-    lines = {line.get_color(): line for line in axes.lines}
-    assert np.allclose(lines[colour("rmd")].get_ydata(), [80, math.nan, 90], equal_nan=True)
-    assert list(lines[colour("knn")].get_xdata()) == [1, 2, 3]
-    assert [text.get_text() for text in axes.texts] == ["KNN", "RMD"]
-    within = [{**row, "epoch": 0} for row in history]
-    assert epochs_figure(within, ["a"]).axes[0].get_xlabel() == "step"
+# -- scores -----------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_choice_every_ood_set_has_a_panel_and_their_mean_the_first():
-    history = [seen("rmd", ood, epoch, 0.9) for ood in ("a", "b", "mean") for epoch in range(2)]
-    assert [axes.get_title(loc="left") for axes in epochs_figure(history).axes] == ["mean over the OOD sets", "a", "b"]
-    one = [row for row in history if row["ood"] != "b"]
-    assert [axes.get_title(loc="left") for axes in epochs_figure(one).axes] == ["a"]  # its mean is the same curve
+def write_table(path, count=400, broken=0.1):
+    draw = np.random.default_rng(0)
+    records = []
+    for number, score in enumerate(draw.normal(size=count).round(2)):
+        record = {"path": f"p{number}.png", "reason": f"cut at {number}"}
+        if draw.random() >= broken:
+            record |= {"score": score, "p_value": float(draw.random()), "is_ood": bool(score > 1.5), "reason": None}
+            record |= dict.fromkeys(("class", "nearest_class"), f"class {number % 3}")
+        records.append(record)
+    pq.write_table(pa.Table.from_pylist(records, schema=score_schema("path")), path, row_group_size=33)
+    return pd.DataFrame(records)
 
 
-def test_near_sets_are_not_flattened_by_far_ones():
-    _, terms = fitted()
-    profiles = summarise_directions(terms["mahalanobis"])
-    names = {text.get_text() for text in contributions_figure(profiles, SETS).axes[0].texts}
-    assert names == {"in-distribution", "blobs"}
-    names = {text.get_text() for text in contributions_figure(profiles, {"noise": "far"}).axes[0].texts}
-    assert names == {"in-distribution", "blobs", "noise"}
-    both = {name: summarise_directions(found) for name, found in terms.items()}
-    axes = partial_sums_figure(both, "blobs").axes[0]
-    assert {text.get_text() for text in axes.texts} == {"RMD", "MD"}
+def scores_page(path, summary, previews=lambda names: {}, **options):
+    run = ScoringRun("my guard", ["new"], 0.05, threshold=1.5, **options)
+    return checked(write_scores_page(path / "report.html", summary, run, previews).read_text(encoding="utf-8"))
+
+
+def test_the_summary_of_scores_is_that_of_pandas(tmp_path):
+    frame = write_table(tmp_path / "s.parquet")
+    summary = summarise_scores(tmp_path / "s.parquet")
+    scored, broken = frame[frame["score"].notna()], frame[frame["reason"].notna()]
+    flagged = int((scored["score"] > 1.5).sum())
+    assert (len(summary.numbers), summary.scored, summary.flagged, summary.nan) == (400, len(scored), flagged, 0)
+    assert summary.broken == summary.with_reason == len(broken)
+    ordered = scored.sort_values("score", kind="stable")["path"].tolist()
+    assert summary.lowest["name"].tolist() == ordered[:EXTREMES]
+    assert summary.highest["score"].tolist() == sorted(scored["score"], reverse=True)[:EXTREMES]
+    for name, part in scored.groupby("class"):
+        line = summary.classes.loc[name]
+        assert (line["Scored"], line["Flagged"]) == (len(part), (part["score"] > 1.5).sum())
+    assert summary.reasons.to_numpy().tolist() == broken[["path", "reason"]][:REASONS].to_numpy().tolist()
+    validation = {"edges": [-3.0, 0.0, 3.0], "counts": [5, 5]}
+    text = plain(scores_page(tmp_path, summary, validation=validation))
+    for words in (f"{len(scored)} of 400", "class 0", "cut at", "Most unknown", ordered[-1]):
+        assert words in text
+
+
+@pytest.mark.parametrize("scores", [[], [1.0] * 50, [1e308, -1e308, 0.0], [float("nan"), float("inf"), 0.0]])
+def test_any_scores_have_a_page(tmp_path, scores):
+    records = [
+        {"path": str(n), "score": s, "p_value": 0.5, "is_ood": s != s, "class": "a", "nearest_class": "a"}
+        for n, s in enumerate(scores)
+    ]
+    table = pa.Table.from_pylist([*records, {"path": "x", "reason": "cut"}], schema=score_schema("path"))
+    pq.write_table(table, tmp_path / "s.parquet")
+    summary = summarise_scores(tmp_path / "s.parquet")
+    assert (summary.scored, summary.broken) == (len(scores), 1)
+    text = plain(scores_page(tmp_path, summary, interrupted=True))
+    assert ("score that is not a number" in text) == any(score != score for score in scores)
+
+
+def test_pictures_and_texts_of_samples_are_shown_and_escaped(tmp_path):
+    write_table(tmp_path / "s.parquet", broken=0)
+    summary = summarise_scores(tmp_path / "s.parquet")
+    image = thumbnail(Image.new("RGB", (400, 300)), EVIL)
+    first = summary.highest["name"][0]
+    page = scores_page(tmp_path, summary, lambda names: {first: image, summary.lowest["name"][0]: EVIL * 30})
+    assert 'src="data:image/jpeg;base64,' in page
+    assert "…" in page
 
 
 # -- in a browser -----------------------------------------------------------------------------------------------------
 
 
-def browse(tmp_path, *options):
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-background-networking"]
-    flags += ["--no-first-run", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run([BROWSER, *flags, *options], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_the_page_fits_every_screen_in_a_real_browser(run, tmp_path):
-    widths = (1280, 768, 390, 320)
-    frames = "".join(
-        f'<iframe src="{run.file("report.html").as_uri()}" width="{w}" height="900"></iframe>' for w in widths
-    )
+    widths = (1280, 390, 320)
+    address = run.file("report.html").as_uri()
+    frames = "".join(f'<iframe src="{address}" width="{width}" height="900"></iframe>' for width in widths)
     script = """
     onload = () => { document.title = JSON.stringify([...document.querySelectorAll("iframe")].map(frame => {
       const page = frame.contentDocument, images = [...page.images];
+      const heads = [...page.querySelectorAll("th")].filter(head => /^(blobs|noise|False alarms)/.test(head.innerText));
       return {inner: page.documentElement.clientWidth, content: page.documentElement.scrollWidth,
         images: images.length, drawn: images.filter(image => image.complete && image.naturalWidth > 0).length,
-        widest: Math.max(...images.map(image => image.getBoundingClientRect().right))}; })); };
+        widest: Math.max(...images.map(image => image.getBoundingClientRect().right)),
+        heads: Math.max(...heads.map(head => head.getBoundingClientRect().right))}; })); };
     """
     outer = tmp_path / "outer.html"
     outer.write_text(
         f"<!DOCTYPE html><title>none</title><style>iframe{{border:0}}</style><script>{script}</script>{frames}"
     )
-    dom = browse(tmp_path, "--allow-file-access-from-files", "--dump-dom", outer.as_uri())
-    found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom)[1]))
-    for width, frame in zip(widths, found, strict=True):
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-background-networking"]
+    flags += ["--no-first-run", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'profile'}"]
+    flags += ["--allow-file-access-from-files", "--dump-dom"]
+    done = subprocess.run([BROWSER, *flags, outer.as_uri()], capture_output=True, text=True, timeout=120)
+    frames = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", done.stdout)[1]))
+    for width, frame in zip(widths, frames, strict=True):
         assert frame["inner"] == width
         assert frame["content"] <= width, f"the page is {frame['content']} wide on a screen of {width}"
         assert frame["widest"] <= width
-        assert frame["drawn"] == frame["images"] == 9
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
-def test_the_picture_of_the_page_is_not_blank(run, tmp_path):
-    from PIL import Image
-
-    shot = tmp_path / "page.png"
-    browse(tmp_path, f"--screenshot={shot}", "--window-size=1280,3000", run.file("report.html").as_uri())
-    with Image.open(shot) as image:
-        pixels = np.asarray(image.convert("RGB")).astype(int)
-    assert pixels.shape[1] == 1280
-    inked = (pixels.min(axis=2) < 200).mean()
-    assert 0.005 < inked < 0.5
-    # the lines of RMD and MD are really there
-    for detector in ("rmd", "mahalanobis"):
-        wanted = [int(colour(detector)[place : place + 2], 16) for place in (1, 3, 5)]
-        assert (np.abs(pixels - wanted).max(axis=2) < 12).sum() > 200
-    # each of five bands of the page has something in it
-    assert all((band.min(axis=2) < 200).any() for band in np.array_split(pixels[:2400], 5))
+        assert frame["drawn"] == frame["images"] >= 5
+        if width >= 390:
+            assert frame["heads"] <= width  # what is found and the false alarms need no scrolling
+    assert len(SETS) == 2

@@ -1,54 +1,63 @@
-import io
 import math
 import re
-import shutil
-import subprocess
-from dataclasses import replace
-from html.parser import HTMLParser
 
+import numpy as np
+import pandas as pd
 import pytest
-from rich.console import Console
+from report_kit import auroc_row
 
-from rmd_plugin.compare.rows import Row
-from rmd_plugin.report.table import Cell, Column, Table, to_html, to_latex, to_markdown, to_terminal
+from rmd_plugin.compare.intervals import auroc_interval
+from rmd_plugin.compare.rows import make_row, make_rows, select
 from rmd_plugin.report.tables import (
+    Cell,
+    Column,
+    Table,
+    advice,
+    choose,
     comparison_tables,
     decision_tables,
-    interval,
+    joint_tables,
     near_far_means,
-    percent,
+    print_tables,
     ranking,
-    seconds,
+    to_html,
+    to_latex,
+    to_markdown,
 )
 
 
-def auroc(detector, ood, value, distance="near", **more):
-    return Row("digits", ood, "mlp", detector, 0, "AUROC", value, distance=distance, **more)
+def number_row(detector, metric, value=math.nan, ood="", **more):
+    return make_row("digits", ood, "mlp", detector, 0, metric, value, distance="near" if ood else "", **more)
 
 
-ROWS = [
-    auroc("msp", "six", 0.80),
-    auroc("msp", "seven", 0.90),
-    auroc("msp", "noise", 0.99, "far", low=0.98, high=1.0),
-    auroc("rmd", "six", 0.90, low=0.88, high=0.915),
-    auroc("rmd", "seven", 0.94),
-    auroc("rmd", "noise", 0.97, "far"),
-    auroc("gram", "", math.nan).failed("needs maps", "skipped"),
-    auroc("rankfeat", "", math.nan).failed("needs maps", "skipped"),
-    auroc("vim", "", math.nan).failed("ValueError: too wide"),
-    Row("digits", "six", "mlp", "msp", 0, "FPR95TPR", 0.5, distance="near"),
-    Row("digits", "six", "mlp", "rmd", 0, "FPR95TPR", 0.25, distance="near"),
-    Row("digits", "", "mlp", "rmd", 0, "fit_seconds", 0.123),
-    Row("digits", "", "mlp", "rmd", 0, "score_seconds", 12.34),
-    Row("digits", "", "mlp", "", 0, "ACC", 0.975, reason="linear probe"),
+RECORDS = [
+    auroc_row("msp", "six", 0.80),
+    auroc_row("msp", "seven", 0.90),
+    auroc_row("msp", "noise", 0.99, "far", low=0.98, high=1.0),
+    auroc_row("rmd", "six", 0.90, low=0.88, high=0.915),
+    auroc_row("rmd", "seven", 0.94),
+    auroc_row("rmd", "noise", 0.97, "far"),
+    auroc_row("gram", "", status="skipped", reason="needs maps"),
+    auroc_row("rankfeat", "", status="skipped", reason="needs maps"),
+    auroc_row("vim", "", status="failed", reason="ValueError: too wide"),
+    number_row("msp", "FPR95TPR", 0.5, "six"),
+    number_row("rmd", "FPR95TPR", 0.25, "six"),
+    number_row("rmd", "fit_seconds", 0.123),
+    number_row("rmd", "score_seconds", 12.34),
+    number_row("", "ACC", 0.975, reason="linear probe"),
 ]
-
-NASTY = Table(
-    [Column("A & B", "left"), Column("x_y", detail="(100 %)")],
-    [[Cell("a|b <i> \\ $1 {}"), Cell("1", bold=True, detail="[0, 2]")], [Cell("[x]"), Cell("")]],
-    title="50 % & more_#",
-    notes=["one ~ note^"],
-)
+DECISIONS = [
+    number_row("rmd", "threshold@0.05", 12.3456),
+    number_row("rmd", "false_alarms@0.05", 0.06, low=0.04, high=0.09),
+    number_row("rmd", "detected@0.05", 0.75, "six", low=0.7, high=0.8),
+    number_row("msp", "threshold@0.05", -0.5),
+    number_row("msp", "false_alarms@0.05", 0.05, reason="it has seen them"),
+    number_row("msp", "detected@0.05", 0.5, "six"),
+    number_row("vim", "false_alarms@0.05", status="skipped", reason="NaN"),
+]
+ROWS = make_rows(RECORDS)
+EVIL = "a|b\n<script>x</script> ![x](http://example.org/x) \\input{x} 50 % & more_# $1 {} ~^"
+NASTY = Table([Column(EVIL, EVIL, "left"), Column("x")], [[Cell(EVIL, True, EVIL), Cell("[y]")]], EVIL, [EVIL])
 
 
 def column(table, title):
@@ -56,46 +65,27 @@ def column(table, title):
     return [row[place] for row in table.rows]
 
 
-def test_means_are_taken_over_near_and_over_far_sets():
+def test_means_over_near_and_far_sets_are_missing_where_a_set_failed():
     means = near_far_means(ROWS)
-    assert means["msp"]["near"] == pytest.approx(0.85)
-    assert means["msp"]["far"] == pytest.approx(0.99)
-    assert means["rmd"]["all"] == pytest.approx((0.90 + 0.94 + 0.97) / 3)
-
-
-def test_a_mean_over_a_failed_set_is_missing_instead_of_flattering():
-    rows = [*ROWS, auroc("rmd", "eight", 0.5).failed("NaN")]
-    assert math.isnan(near_far_means(rows)["rmd"]["near"])
+    assert means.loc["msp"].tolist() == pytest.approx([0.85, 0.99, (0.8 + 0.9 + 0.99) / 3])
+    failed = make_rows([*RECORDS, auroc_row("rmd", "eight", status="failed", reason="NaN")])
+    assert math.isnan(near_far_means(failed).loc["rmd", "near"])
 
 
 def test_detectors_are_ranked_by_near_mean_and_failed_ones_are_left_out():
     assert ranking(ROWS) == ["rmd", "msp"]
-    far = [replace(row, distance="far") for row in ROWS]
-    assert ranking(far) == ["rmd", "msp"]
-    assert ranking([replace(row, distance="far") for row in ROWS if row.ood == "noise"]) == ["msp", "rmd"]
+    assert ranking(select(ROWS, ood="noise")) == ["msp", "rmd"]
+    assert ranking(select(ROWS, metric="fit_seconds")) == ["rmd"]
 
 
-def test_the_best_of_every_column_is_bold_and_the_lowest_false_positive_rate_is_best():
+def test_a_comparison_has_numbers_intervals_times_and_reasons():
     (table,) = comparison_tables(ROWS)
     assert [cell.text for cell in column(table, "Detector")] == ["RMD", "MSP"]
-    assert [cell.bold for cell in column(table, "six")] == [True, False]
-    assert [cell.bold for cell in column(table, "noise")] == [False, True]
+    assert column(table, "six")[0] == Cell("90.00", True, "[88.0–91.5]")
     assert [(cell.text, cell.bold) for cell in column(table, "near mean")] == [("92.00", True), ("85.00", False)]
     assert [(cell.text, cell.bold) for cell in column(table, "far mean")] == [("97.00", False), ("99.00", True)]
     assert [cell.bold for cell in column(table, "FPR95, near")] == [True, False]
-
-
-def test_numbers_that_look_equal_are_both_bold():
-    (table,) = comparison_tables([auroc("a", "x", 0.90001), auroc("b", "x", 0.90003), auroc("c", "x", 0.8)])
-    assert [cell.bold for cell in column(table, "AUROC, x")] == [True, True, False]
-
-
-def test_intervals_times_and_the_reasons_of_failures_are_in_the_table():
-    (table,) = comparison_tables(ROWS)
-    assert column(table, "six")[0].detail == "[88.0–91.5]"
-    assert column(table, "fit")[0].text == "0.12"
-    assert column(table, "fit")[1].text == "–"
-    assert column(table, "score")[0].text == "12.3"
+    assert [cell.text for cell in column(table, "fit")] == ["0.12", "–"]
     assert table.notes == [
         "Accuracy on the in-distribution test set: 97.50 % (linear probe).",
         "Failed: ViM (ValueError: too wide).",
@@ -103,147 +93,111 @@ def test_intervals_times_and_the_reasons_of_failures_are_in_the_table():
     ]
 
 
-def test_one_table_for_each_benchmark_backbone_and_seed():
-    rows = [*ROWS, *(replace(row, seed=1) for row in ROWS), *(replace(row, backbone="bert") for row in ROWS)]
-    titles = [table.title for table in comparison_tables(rows)]
-    assert [title.split(":")[0] for title in titles] == [
-        "digits, mlp, seed 0",
-        "digits, mlp, seed 1",
-        "digits, bert, seed 0",
-    ]
+def test_one_table_for_each_comparison_and_failures_alone_are_reasons():
+    rows = pd.concat([ROWS, ROWS.assign(seed=1), ROWS.assign(backbone="bert")])
+    titles = [table.title.split(":")[0] for table in comparison_tables(rows)]
+    assert titles == ["digits, mlp, seed 0", "digits, mlp, seed 1", "digits, bert, seed 0"]
+    assert comparison_tables(make_rows()) == []
+    (table,) = comparison_tables(select(ROWS, detector="vim"))
+    assert (table.rows, table.notes) == ([], ["Failed: ViM (ValueError: too wide)."])
 
 
-def test_no_rows_give_no_table_and_failures_alone_a_table_of_reasons():
-    assert comparison_tables([]) == []
-    (table,) = comparison_tables([auroc("vim", "", math.nan).failed("broken")])
-    assert table.rows == []
-    assert table.notes == ["Failed: ViM (broken)."]
-
-
-def test_a_table_whose_rows_do_not_fit_is_refused():
-    with pytest.raises(ValueError, match="row 0 has 1 cells, the table has 2 columns"):
-        Table([Column("a"), Column("b")], [[Cell("x")]])
-
-
-def test_markdown_has_as_many_cells_in_every_line():
-    (table,) = comparison_tables(ROWS)
-    lines = [line for line in to_markdown(table).splitlines() if line.startswith("|")]
-    assert len({line.count("|") for line in lines}) == 1
-    assert "| RMD | **90.00** [88.0–91.5] |" in lines[2]
-
-
-def test_markdown_cells_cannot_break_out():
-    first = to_markdown(NASTY).splitlines()[4]
-    assert first == r"| a\|b \<i\> \\ $1 {} | **1** [0, 2] |"
-
-
-class Reader(HTMLParser):
-    """Collects the cells of a fragment and checks that every tag is closed."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.cells = [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.open.append(tag)
-        if tag in ("td", "th"):
-            self.cells.append("")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if {"td", "th"} & set(self.open):
-            self.cells[-1] += data
-
-
-def test_html_is_well_formed_and_says_what_the_cells_say():
-    reader = Reader()
-    reader.feed(to_html(NASTY))
-    reader.close()
-    assert reader.open == []
-    assert reader.cells == ["A & B", "x_y (100 %)", "a|b <i> \\ $1 {}", "1 [0, 2]", "[x]", ""]
-
-
-def test_latex_escapes_everything_special():
-    text = to_latex(NASTY, label="tab:x")
-    assert r"50 \% \& more\_\#" in text
-    assert r"{}a\textbar{}b \textless{}i\textgreater{} \textbackslash{} \$1 \{\}" in text
-    assert r"\textbf{1} {\scriptsize [0, 2]}" in text
-    # every row of the tabular has one & less than columns
-    body = re.search(r"\\midrule\n(.*)\\bottomrule", text, re.DOTALL).group(1)
-    assert all(len(re.findall(r"(?<!\\)&", line)) == 1 for line in body.splitlines())
-
-
-@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
-def test_latex_compiles(tmp_path):
-    body = to_latex(NASTY) + "".join(map(to_latex, comparison_tables(ROWS)))
-    (tmp_path / "t.tex").write_text(
-        rf"\documentclass{{article}}\usepackage{{booktabs}}\begin{{document}}{body}\end{{document}}"
-    )
-    subprocess.run(["pdflatex", "-halt-on-error", "t.tex"], cwd=tmp_path, check=True, capture_output=True)
-
-
-def test_the_terminal_shows_the_best_in_bold_and_all_text_when_narrow():
-    (table,) = comparison_tables(ROWS)
-    wide = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="standard", legacy_windows=False)
-    wide.print(to_terminal(table, width=160))
-    assert re.search(r"\x1b\[1m *92\.00\x1b\[0m", wide.file.getvalue())
-    for width in (90, 80, 40):
-        narrow = Console(file=io.StringIO(), width=width)
-        narrow.print(to_terminal(table, width=width))
-        shown = narrow.file.getvalue()
-        numbers = [text for row in table.rows for cell in row for text in (cell.text, cell.detail)]
-        assert all(shown.count(text) >= numbers.count(text) for text in numbers)  # no digit is lost
-        assert max(map(len, shown.splitlines())) <= width
-        assert "Not supported: Gram, RankFeat (needs maps)." in " ".join(shown.split())
-
-
-def test_a_name_in_square_brackets_is_not_taken_for_markup():
-    console = Console(file=io.StringIO(), width=80)
-    console.print(to_terminal(NASTY))
-    assert "[x]" in console.file.getvalue()
-
-
-def test_numbers_are_written_as_readers_expect():
-    assert [percent(value) for value in (1.0, 0.97216, math.nan)] == ["100.00", "97.22", ""]
-    assert [seconds(value) for value in (0.0, 0.004, 9.994, 10.0, 123.4)] == ["0.00", "0.00", "9.99", "10.0", "123"]
-    assert interval(auroc("a", "x", 0.5)) == ""
-
-
-DECISIONS = [
-    Row("digits", "", "mlp", "rmd", 0, "threshold@0.05", 12.3456),
-    Row("digits", "", "mlp", "rmd", 0, "false_alarms@0.05", 0.06, low=0.04, high=0.09),
-    Row("digits", "six", "mlp", "rmd", 0, "detected@0.05", 0.75, distance="near", low=0.7, high=0.8),
-    Row("digits", "six", "mlp", "msp", 0, "detected@0.05", 0.5, distance="near", low=0.4, high=0.6),
-    Row("digits", "", "mlp", "msp", 0, "threshold@0.05", -0.5),
-    Row("digits", "", "mlp", "msp", 0, "false_alarms@0.05", 0.05, low=0.03, high=0.08, reason="it has seen them"),
-    Row("digits", "", "mlp", "vim", 0, "false_alarms@0.05", math.nan).failed("NaN", "skipped"),
-]
-
-
-def test_decisions_stand_in_a_table_of_their_own():
-    [table] = decision_tables([*ROWS, *DECISIONS])
-    assert "at most 5 % false alarms" in table.title
-    assert [cell.text for cell in column(table, "Detector")] == ["RMD", "MSP"]
-    assert [(cell.text, cell.detail) for cell in column(table, "False alarms")] == [
-        ("6.00", "[4.0–9.0]"),
-        ("5.00", "[3.0–8.0]"),
-    ]
-    assert [(cell.text, cell.bold) for cell in column(table, "six")] == [("75.00", True), ("50.00", False)]
-    assert [cell.text for cell in column(table, "noise")] == ["–", "–"]
+def test_decisions_show_what_is_found_before_what_it_costs():
+    (table,) = decision_tables(make_rows([*RECORDS, *DECISIONS]))
+    titles = [head.title for head in table.columns]
+    assert titles == ["Detector", "six", "seven", "noise", "False alarms", "threshold"]
+    assert column(table, "False alarms")[0] == Cell("6.00", False, "[4.0–9.0]")
     assert [cell.text for cell in column(table, "threshold")] == ["12.35", "-0.5"]
+    assert [cell.text for cell in column(table, "six")] == ["75.00", "50.00"]
     assert table.notes == ["Remark: MSP (it has seen them)."]
-
-
-def test_a_detector_without_decisions_says_why_below_the_comparison():
-    [with_decisions], [without] = comparison_tables([*ROWS, *DECISIONS]), comparison_tables(ROWS)
-    assert with_decisions.notes == [*without.notes, "No decisions: ViM (NaN)."]
-    assert (with_decisions.columns, with_decisions.rows) == (without.columns, without.rows)
-    assert decision_tables([*ROWS, DECISIONS[-1]]) == []
-
-
-def test_without_decisions_there_is_no_table():
     assert decision_tables(ROWS) == []
-    # a file may hold anything
-    assert decision_tables([Row("digits", "", "mlp", "rmd", 0, "false_alarms@x", 0.1)]) == []
+    assert comparison_tables(make_rows([*RECORDS, *DECISIONS]))[0].notes[-1] == "No decisions: ViM (NaN)."
+
+
+def test_no_name_breaks_out_of_a_format():
+    markdown, latex, html = to_markdown(NASTY), to_latex(NASTY, label="tab:x"), to_html(NASTY)
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert {line.replace("\\|", "").count("|") for line in lines} == {3}
+    assert "](" not in markdown.replace("\\](", "")
+    assert "<script>" not in html + markdown.replace("\\<script\\>", "")
+    assert r"\input" not in latex
+    assert r"50 \% \& more\_\# \$1 \{\} \textasciitilde{}\textasciicircum{}" in latex
+    body = re.search(r"\\midrule\n(.*)\\bottomrule", latex, re.DOTALL).group(1)
+    assert len(re.findall(r"(?<!\\)&", body)) == 1
+    assert r"\label{tab:x}" in latex
+
+
+def test_every_format_shows_the_numbers(capsys):
+    (table,) = comparison_tables(ROWS)
+    assert "| RMD | **90.00** [88.0–91.5] | **94.00** |" in to_markdown(table)
+    assert r"{}RMD & \textbf{90.00} {\scriptsize [88.0--91.5]} & \textbf{94.00}" in to_latex(table)
+    assert '<strong>90.00</strong> <span class="detail">[88.0–91.5]</span>' in to_html(table)
+    for width in (200, 80):
+        print_tables([table], width=width)
+        printed = capsys.readouterr().out
+        assert max(map(len, printed.splitlines())) <= width
+        for text in ("RMD", "90.00", "[88.0–91.5]", "92.00", "Not supported: Gram, RankFeat (needs maps)."):
+            assert text in printed
+
+
+# -- which detector to take -------------------------------------------------------------------------------------------
+
+
+def test_the_leader_is_judged_by_near_sets():
+    choice = choose(make_rows([*RECORDS, *DECISIONS]))
+    assert (choice.detector, choice.judged, choice.rivals) == ("rmd", "near", None)
+    assert choice.auroc == pytest.approx(0.92)
+    assert (choice.alpha, choice.alarms, choice.alarms_interval) == (0.05, 0.06, (0.04, 0.09))
+    assert choice.detected == 0.75
+    assert "not tested" in " ".join(advice(choice))
+    far = choose(select(ROWS, distance="far"))
+    assert (far.detector, far.judged, math.isnan(far.alpha)) == ("msp", "all", True)
+    assert choose(make_rows()) is None
+    assert advice(None) == []
+
+
+def scored(rng, gap, sets=("cats", "dogs"), noise=0.3, size=300, others=("knn",)):
+    """Detectors that see the same samples; on OOD samples the first has scores higher by ``gap``."""
+    base = {"test": rng.normal(size=size), **{name: rng.normal(1.0, size=size) for name in sets}}
+    scores = {}
+    for name, more in (("rmd", gap), *((name, 0.0) for name in others)):
+        scores[name] = {key: x + noise * rng.normal(size=size) + more * (key != "test") for key, x in base.items()}
+    rows = [
+        auroc_row(name, ood, (x > found["test"][:, None]).mean())
+        for name, found in scores.items() for ood, x in found.items() if ood != "test"
+    ]  # fmt: skip
+    return make_rows(rows), scores
+
+
+def test_equally_good_detectors_are_rivals_at_the_rate_that_the_level_says():
+    rng = np.random.default_rng(0)
+    share = np.mean([bool(choose(*scored(rng, gap=0.0)).rivals) for _ in range(150)])
+    assert 0.90 < share < 0.99
+    others = [f"d{number}" for number in range(8)]
+    complete = [len(choose(*scored(rng, gap=0.0, others=others)).rivals) == 8 for _ in range(30)]
+    assert np.mean(complete) >= 0.9
+
+
+def test_a_paired_difference_is_told_where_the_intervals_overlap():
+    rows, scores = scored(np.random.default_rng(0), gap=0.25)
+    resampled = {name: auroc_interval(found["test"], found["cats"]) for name, found in scores.items()}
+    assert resampled["knn"][1] > resampled["rmd"][0]
+    assert choose(rows, scores).rivals == []
+
+
+def test_a_number_below_chance_has_a_remark_that_says_why():
+    rows = [auroc_row("rmd", "a", 0.9), auroc_row("knn", "a", 0.4, high=0.45), auroc_row("msp", "a", 0.45, high=0.55)]
+    (remark,) = [note for note in comparison_tables(make_rows(rows))[0].notes if note.startswith("Below chance")]
+    assert "KNN on a" in remark
+    assert "unit length" in remark
+
+
+def test_unknown_or_wrong_is_a_table_with_a_sentence_for_the_best_detector():
+    assert joint_tables(make_rows(RECORDS)) == []
+    records = [*RECORDS, number_row("rmd", "AURC", 0.031)]
+    for name, risk in (("rmd", 0.021), ("msp", 0.1)):
+        records += [number_row(name, metric, value, "six") for metric, value in (("OSCR", 0.8), ("risk90", risk))]
+    (table,) = joint_tables(make_rows(records))
+    assert [column.title for column in table.columns] == ["Detector", "OSCR", "AURC", "risk90"]
+    assert [cell.text for cell in table.rows[0]][1:] == ["80.00", "3.10", "2.10"]
+    assert "2.1 % of the accepted are wrong or unknown" in table.notes[0]
