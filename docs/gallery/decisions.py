@@ -24,7 +24,7 @@ print(f"false alarms {100 * flagged_known.float().mean():.1f} % of {len(known)} 
 print(f"found {100 * flagged_new.float().mean():.1f} % of {len(new)} others")
 
 # %% [markdown]
-# The promise is about the average over draws of the calibration data. A hundred draws show it, and how much one of them may miss:
+# The guarantee is about the average over draws of the calibration data. A hundred draws show it, and how far a single one may be off:
 
 # %%
 both, rates = torch.cat([held_out, known]), []
@@ -43,7 +43,7 @@ axes.legend(frameon=False)
 figure.savefig("alarms.png", dpi=120)
 
 # %% [markdown]
-# Whoever needs this threshold, and not the average one, to keep the promise asks for a confidence:
+# To have the guarantee for this very threshold, with a stated probability, ask for a confidence:
 
 # %%
 print(f"threshold {detector.threshold():.1f}, with 95 % confidence {detector.threshold(confidence=0.95):.1f}")
@@ -52,5 +52,5 @@ print("p-values of three others:", *(f"{value:.3f}" for value in detector.p_valu
 # %% [markdown]
 # ## What this does not show
 #
-# Nothing is promised about OOD data: how many are found is measured, not guaranteed. And the promise ends where the ID data change:
+# Nothing is guaranteed about OOD data: how many are detected can only be measured. And the guarantee ends where the ID data change:
 # another season, another way to ask, and the 5 % no longer hold.

@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Features of any timm model, and several layers
 #
-# Any network that gives features can stand in front of a detector. `MultiLayer` listens to several of its layers in one pass.
+# Any network that gives features can stand in front of a detector. Several of its layers can, too: torchvision's
+# `create_feature_extractor` returns them in one pass, and a detector for each layer is a dictionary of detectors.
 # The weights here are random, because nothing is downloaded: `pretrained=True` is what you would write.
 
 # %%
@@ -9,8 +10,9 @@ import timm
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
+from torchvision.models.feature_extraction import create_feature_extractor
 
-from rmd_plugin import RMD, MultiLayer, OODScores
+from rmd_plugin import RMD, OODScores
 
 torch.manual_seed(0)
 network = timm.create_model("resnet10t", pretrained=False, num_classes=0, in_chans=1).eval()
@@ -21,34 +23,40 @@ train = DataLoader(TensorDataset(x[known][:400], y[known][:400]), batch_size=100
 test, labels = torch.cat([x[known][400:600], x[~known][:200]]), torch.cat([torch.zeros(200), -torch.ones(200)])
 
 
-def auroc(detector) -> float:
+def auroc(scores) -> float:
     metric = OODScores()
-    metric.update(torch.cat([detector.predict(part) for part in test.split(100)]), labels)
+    metric.update(scores, labels)
     return float(metric.compute()["ood/AUROC"])
 
 
 # %%
 last = RMD(network, shrinkage="oas").fit(train)
-print(f"last layer: AUROC {auroc(last):.3f}")
-
-several = MultiLayer(RMD(shrinkage="oas"), network, layers="auto").fit(train)
-print(f"{', '.join(several.detectors)}: AUROC {auroc(several):.3f}")
+print(f"last layer: AUROC {auroc(torch.cat([last.predict(part) for part in test.split(100)])):.3f}")
 
 # %% [markdown]
-# `layers="auto"` found the stages; names and patterns (`["layer3", "layer4"]`, `"blocks.*"`) work too. Each layer has its own
-# detector, whose scores are added on the scale of training samples that were left out:
+# One detector for each stage. Maps (B, C, H, W) are averaged over space by the detectors themselves, so what the extractor
+# returns can be passed on as it is. Scores of layers differ in scale: bring them to that of the training samples, then add.
+
+# %%
+stages = ["layer1", "layer2", "layer3", "layer4"]
+extract = create_feature_extractor(network, stages)
+with torch.no_grad():
+    batches = [(extract(part), part_labels) for part, part_labels in train]
+    tested = [extract(part) for part in test.split(100)]
+train_labels = torch.cat([part for _, part in batches])
+detectors, scaled = {}, {}
+for name in stages:
+    known_maps, test_maps = torch.cat([maps[name] for maps, _ in batches]), torch.cat([maps[name] for maps in tested])
+    detectors[name] = RMD(shrinkage="oas").fit_features(known_maps, train_labels)
+    reference = detectors[name].predict_features(known_maps)
+    scaled[name] = (detectors[name].predict_features(test_maps) - reference.mean()) / reference.std()
+print(f"sum of {', '.join(stages)}: AUROC {auroc(sum(scaled.values())):.3f}")
 
 # %%
 from matplotlib.figure import Figure
 
-from rmd_plugin.encoding.layer_encoder import LayerEncoder
-
-encode = LayerEncoder(network, list(several.detectors))
-with torch.no_grad():
-    features = [encode(part) for part in test.split(100)]
 figure = Figure(figsize=(9, 2.8), layout="constrained")
-for axes, (name, detector) in zip(figure.subplots(1, len(several.detectors)), several.detectors.items()):
-    scores = torch.cat([detector.predict_features(part[name]) for part in features])
+for axes, (name, scores) in zip(figure.subplots(1, len(scaled)), scaled.items()):
     span = (float(scores.quantile(0.01)), float(scores.quantile(0.99)))
     axes.hist(scores[:200], bins=25, range=span, color="#0072B2", alpha=0.5, label="known")
     axes.hist(scores[200:], bins=25, range=span, histtype="step", linewidth=2, color="#D55E00", label="new")
@@ -61,4 +69,4 @@ figure.savefig("layers.png", dpi=120)
 # ## What this does not show
 #
 # The network is untrained, so its layers know little of the digits. With trained networks the last layer alone was better in our
-# measurements (the page Detectors, MultiLayer): take several where you have a reason to.
+# measurements (the page Detectors, Inner layers): take several where you have a reason to.

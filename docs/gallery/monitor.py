@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A monitor in training
 #
-# Three lines, marked with (*), add detectors to a Lightning training. They are refitted at each validation, and the weights
-# that come out are the same bit for bit.
+# Three lines, marked with (*), add detectors to a Lightning training. They are refitted at each validation, and the trained
+# weights are the same as without them, bit for bit.
 
 # %%
 import logging

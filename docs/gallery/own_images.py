@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Own images
 #
-# Folders in, one folder out: a guard that scores new pictures. Here the pictures are made; yours lie as
-# `photos/train/CLASS/*.png`. Everything below can be typed as well: `rmd-train`, `rmd-fit`, `rmd-score`.
+# From folders of images to a guard that judges new ones. Here the images are drawn; put yours into
+# `photos/train/CLASS/*.png`. The same on the command line: `rmd-train`, `rmd-fit`, `rmd-score`.
 
 # %%
 import os
@@ -54,7 +54,7 @@ for command in (
 print(*sorted(path.name for path in Path("guard").iterdir()))
 
 # %% [markdown]
-# The guard takes paths, pictures or arrays, and answers with a verdict:
+# The guard takes paths, images or arrays, and returns a verdict:
 
 # %%
 import rmd_plugin
@@ -78,6 +78,6 @@ figure.savefig("pictures.png", dpi=120)
 # %% [markdown]
 # ## What this does not show
 #
-# Shapes on noise are a toy, and the network was trained on them in seconds. Photographs want a pre-trained network
-# (`backbone=timm backbone.name=resnet18`) and some hundred pictures per class; then look at the report of `rmd-score` before you
+# Shapes on noise are a toy, and the network was trained on them in seconds. For photographs use a pre-trained network
+# (`backbone=timm backbone.name=resnet18`) and some hundred images per class, and look at the report of `rmd-score` before you
 # trust a number.

@@ -19,7 +19,7 @@ scores = detector.predict_features(z_test)  # higher = more OOD
 print(f"mean score of known requests {scores[y_test >= 0].mean():.0f}, of others {scores[y_test < 0].mean():.0f}")
 
 # %% [markdown]
-# How well the scores part the two, as the framework measures it (`OODScores` is a torchmetrics metric):
+# How well the scores separate the two, as the framework measures it (`OODScores` is a torchmetrics metric):
 
 # %%
 from rmd_plugin import OODScores
@@ -31,7 +31,7 @@ for name, value in metric.compute().items():
         print(f"{name:13} {float(value):.3f}")
 
 # %% [markdown]
-# A fitted detector says more than one number, and is a file like any model:
+# A fitted detector has a score for each class, and is saved to a file like any model:
 
 # %%
 detector.save("rmd.safetensors")

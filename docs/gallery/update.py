@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Update and forget
 #
-# A Gaussian detector needs nothing of its data but sums, so data can be added and taken away afterwards: as exactly as a new fit,
-# in the time of one eigendecomposition, and without the old data.
+# A Gaussian detector needs only sums of its data, so data can be added and removed after the fit: as exactly as by a new fit,
+# in a fraction of its time, and without the old data.
 
 # %%
 import time
@@ -28,7 +28,7 @@ difference = (detector.predict_features(test) - whole.predict_features(test)).ab
 print(f"update and new fit differ by {difference:.1e} at most; the update took {updated / refitted:.2f} of the time")
 
 # %% [markdown]
-# Somebody's data are to be forgotten: afterwards the detector is the one that never saw them.
+# Forget somebody's data: afterwards the detector is the one that never saw them.
 
 # %%
 detector.forget(z[:500], y[:500])
@@ -38,7 +38,7 @@ print(
 )
 
 # %% [markdown]
-# A class that was OOD yesterday is known today:
+# Add a class that was OOD before:
 
 # %%
 new = means[10] + torch.randn(300, 64, dtype=torch.float64)
