@@ -1,4 +1,4 @@
-"""What it costs to verify an entry of the feature cache when it is opened.
+"""What it costs to open a split in the feature cache, and to write it.
 
 python speed/cache.py            seconds; 400 MB on disk
 """
@@ -6,12 +6,14 @@ python speed/cache.py            seconds; 400 MB on disk
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import torch
 
-from rmd_plugin.compare.cache import _checksum
+from rmd_plugin.compare.features import FeatureCache
+
+KEY = "ab" * 16
 
 
 def best_of(rounds: int, run: Callable[[], object]) -> float:
@@ -25,12 +27,15 @@ def best_of(rounds: int, run: Callable[[], object]) -> float:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    features, labels = torch.rand(200_000, 512), torch.arange(200_000)
     with TemporaryDirectory() as folder:
-        path = Path(folder, "features.npy")
-        np.save(path, np.random.default_rng(0).random((200_000, 512), dtype=np.float32))
-        verify, load = best_of(7, lambda: _checksum(path)), best_of(7, lambda: np.load(path))
-        print(f"200,000 x 512 float32, {path.stat().st_size / 1e6:.0f} MB, file in memory:")
-        print(f"verify {verify * 1e3:.0f} ms, np.load {load * 1e3:.0f} ms")
+        cache = FeatureCache(folder)
+        cache.path(KEY).parent.mkdir()
+        batches = [(features[i : i + 256], labels[i : i + 256]) for i in range(0, len(features), 256)]
+        write = best_of(3, lambda: cache.write(KEY, batches, len(features)))
+        opened, load = best_of(7, lambda: cache.read(KEY)), best_of(7, lambda: np.load(cache.path(KEY)))
+        print(f"200,000 x 512 float32, {cache.path(KEY).stat().st_size / 1e6:.0f} MB, file in memory:")
+        print(f"open {opened * 1e3:.1f} ms, np.load {load * 1e3:.0f} ms, write {write * 1e3:.0f} ms")
 
 
 if __name__ == "__main__":

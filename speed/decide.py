@@ -15,7 +15,6 @@ from pytorch_ood.detector import KNN, MaxSoftmax
 from torch import Tensor, nn
 
 from rmd_plugin import RMD, Calibrated
-from rmd_plugin.detectors.calibration_scores import EXACT_SCORES
 
 WIDTH, CLASSES, TEST = 640, 100, 10_000
 
@@ -31,8 +30,8 @@ def cases() -> Iterator[tuple[str, Calibrated, str, Tensor, float | None]]:
     calibrated = Calibrated(rmd).calibrate_features(held_out)
     yield "RMD", calibrated, "features", x, None
     yield "RMD, `confidence=0.95`", calibrated, "features", x, 0.95
-    many = Calibrated(rmd).calibrate_scores(torch.randn(EXACT_SCORES))
-    yield f"RMD, {EXACT_SCORES:,} calibration samples", many, "features", x, None
+    many = Calibrated(rmd).calibrate_scores(torch.randn(1_000_000))
+    yield "RMD, 1,000,000 calibration samples", many, "features", x, None
     per_class = Calibrated(rmd, per_class=True).calibrate_features(held_out)
     yield "RMD, `per_class=True`", per_class, "features", x, None
     yield "MaxSoftmax", Calibrated(MaxSoftmax(None)).calibrate_logits(held_out_logits), "logits", logits, None
@@ -44,7 +43,8 @@ def row(name: str, detector: Calibrated, kind: str, x: Tensor, confidence: float
     with torch.no_grad():
         decided, scored = interleave(lambda: decide(x, confidence=confidence), lambda: score(x), rounds)
         scores, classes = detector._scored(kind, x)  # type: ignore[arg-type]
-        alone, _ = interleave(lambda: detector._is_ood(scores, classes, None, confidence), lambda: None, 1)
+        level = {"alpha": detector.alpha, "confidence": confidence}
+        alone, _ = interleave(lambda: detector.calibration.is_ood(scores, classes, **level), lambda: None, 1)
     ratio = f"**{decided / scored:.2f}x its time**"
     return f"| {name} | {decided * 1e3:.2f} vs {scored * 1e3:.2f} ms | {ratio} | {alone * 1e3:.2f} ms |"
 

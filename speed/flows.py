@@ -19,10 +19,11 @@ from nflows.flows import Flow
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 
-from rmd_plugin.detectors.flows.detectors import RelativeFlow
-from rmd_plugin.detectors.flows.fitting import FlowFit, TrainingOptions, flow_generator, split_rows, train_flows
-from rmd_plugin.detectors.flows.scoring import PASS_SAMPLES, FlowBank
-from rmd_plugin.detectors.flows.spec import FlowSpec, Parameters
+from rmd_plugin import FlowLikelihood, RelativeFlow
+from rmd_plugin.detectors.flows import FlowBank, FlowFit, FlowSpec, Parameters, split_rows, train_flows
+
+#: samples that are scored at a time
+PASS_SAMPLES = 256
 
 
 def take_turns(sides: list[Callable[[], object]], rounds: int) -> list[float]:
@@ -55,13 +56,12 @@ def curved(width: int, classes: int, per_class: int, seed: int = 0) -> tuple[Ten
     return (z + normal(classes, width)[y]) @ mix, y
 
 
-def loop(spec: FlowSpec, x: Tensor, y: Tensor, classes: int, options: TrainingOptions) -> list[float]:
+def loop(spec: FlowSpec, x: Tensor, y: Tensor, classes: int, options: FlowLikelihood) -> list[float]:
     """Train one nflows flow after the other; the best validation loss of each."""
     losses = []
     for label in range(classes):
-        generator = flow_generator(options.seed, label)
         rows = (y == label).nonzero().flatten()
-        training, validation = split_rows(rows, options.validation_fraction, generator)
+        training, validation, generator = split_rows(rows, options, label)
         flow = spec.build(options.seed)
         weights = [p for p in flow.parameters() if p.ndim > 1]
         biases = [p for p in flow.parameters() if p.ndim == 1]
@@ -89,7 +89,7 @@ def training(rounds: int) -> str:
     x = z - torch.stack([z[y == k].mean(0) for k in range(classes)])[y]
     x = x / x.std(0)
     # the detector's defaults for 64 features; enough patience that both sides run all epochs
-    spec, options = FlowSpec(width, 64), TrainingOptions(max_epochs=5, patience=100)
+    spec, options = FlowSpec(width, 64), FlowLikelihood(max_epochs=5, patience=100)
     found: dict[str, FlowFit | list[float]] = {}
 
     def stack() -> None:
@@ -98,7 +98,7 @@ def training(rounds: int) -> str:
     def one_by_one() -> None:
         found["loop"] = loop(spec, x, y, classes, options)
 
-    train_flows(spec, x, y, classes, TrainingOptions(max_epochs=1))
+    train_flows(spec, x, y, classes, FlowLikelihood(max_epochs=1))
     fast, slow = take_turns([stack, one_by_one], rounds)
     ours, theirs = found["stack"].loss.double(), torch.tensor(found["loop"], dtype=torch.float64)
     difference = float(((ours - theirs) / theirs).abs().max())

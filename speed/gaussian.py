@@ -8,11 +8,12 @@ shown only so that the ratio can be judged.
 """
 
 import argparse
-import io
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -110,7 +111,7 @@ def fused(width: int, threads: int, rounds: int, classes: int = 100, test: int =
     for name, detector in (("with a head", FusedRMD(head=head)), ("without", FusedRMD())):
         detector.fit_features(z, y)
         fast, reference = interleave(
-            lambda found=detector: found.predict_features(x), lambda: distance.predict_features(x), 5 * rounds
+            lambda fused=detector: fused.predict_features(x), lambda: distance.predict_features(x), 5 * rounds
         )
         rows.append(
             f"| `FusedRMD` {name}, scoring {test:,} samples vs our `Mahalanobis` | D={width} K={classes} | {threads} "
@@ -140,6 +141,44 @@ def fitting(threads: int, rounds: int) -> list[str]:
         f"| `fit_features` vs the framework's | {where} | {fast:.2f} vs {slow:.2f} s | **{slow / fast:.2f}x faster** |",
         f"| {product} | {where} | {fit:.2f} vs {gemm:.2f} s | **{fit / gemm:.2f}x its time** |",
     ]
+
+
+def moments_fit(width: int, threads: int, rounds: int, classes: int = 100) -> str:
+    """``fit_moments`` against what it cannot do without: a Cholesky factor and a solve of the class means."""
+    z, y, _ = features(width, classes, 2 * width, 2) if width <= 2048 else unrotated(width, classes)
+    moments = RMD().new_moments()
+    moments.update(z, y)
+    moments = moments.compute()
+    covariance, means = moments.covariance, moments.means.T.contiguous()
+
+    def reference() -> None:
+        torch.linalg.solve_triangular(torch.linalg.cholesky(covariance), means, upper=False)
+
+    fit, least = interleave(lambda: RMD().fit_moments(moments), reference, rounds)
+    return (
+        f"| `RMD.fit_moments` vs a Cholesky factor and K solves | D={width} K={classes} | {threads} "
+        f"| {fit:.2f} vs {least:.2f} s | **{fit / least:.2f}x its time** |"
+    )
+
+
+def unrotated(width: int, classes: int) -> Features:
+    """Features of so large a width that a random rotation would take minutes."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(3 * width // 2) % classes
+    z = torch.randn(len(y), width, generator=generator) * torch.logspace(0, -1, width)
+    return z + torch.randn(classes, width, generator=generator)[y], y, z[:2]
+
+
+def fused_classes(classes: int) -> str:
+    """Processor time of a fit of FusedRMD beside one of RMD, D=64, N=20,000."""
+    z, y, _ = features(64, classes, 20_000, 2, apart=4.0)
+    times = []
+    for detector in (FusedRMD(), RMD()):
+        start = time.process_time()
+        detector.fit_features(z.float(), y)
+        times.append(time.process_time() - start)
+    fit = f"{times[0]:.2f} ({times[1]:.2f}) s"
+    return f"| `FusedRMD.fit_features` (`RMD`), processor time | 20k x 64, K={classes:,} | 2 | {fit} | |"
 
 
 def accuracy(width: int, classes: int, condition: float) -> list[str]:
@@ -207,9 +246,9 @@ print(status("VmHWM") - before)
 
 def size() -> str:
     z, y, _ = features(2048, 10, 4000, 2)
-    buffer = io.BytesIO()
-    RMD().fit_features(z, y).save(buffer)
-    return f"{buffer.tell() / 1e6:.2f} MB"
+    with tempfile.TemporaryDirectory() as folder:
+        RMD().fit_features(z, y).save(Path(folder, "rmd.safetensors"))
+        return f"{Path(folder, 'rmd.safetensors').stat().st_size / 1e6:.2f} MB"
 
 
 def main() -> None:
@@ -228,6 +267,10 @@ def main() -> None:
         for width in (640, 1280):
             print("\n".join(fused(width, threads, rounds)), flush=True)
     torch.set_num_threads(2)
+    for width in (2048,) if quick else (2048, 4096, 8192):
+        print(moments_fit(width, 2, rounds if width < 8192 else 1), flush=True)
+    for count in (1000, 10_000):
+        print(fused_classes(count), flush=True)
     samples = 100_000 if quick else 1_000_000
     for count in (samples // 4, samples):
         print(f"| peak memory of `fit(loader)` above the start | {count:,} x 512 | 2 | {memory(count):.0f} MB | |")
