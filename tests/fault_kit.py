@@ -106,6 +106,7 @@ def left_behind(folder):
             found["logs"] = [
                 {name: value for name, value in row.items() if not name.endswith("fit_seconds")}
                 for row in csv.DictReader(file)
+                if not row["train/loss"]  # Lightning logs it behind the epoch's checkpoint: a kill in between loses it
             ]
     for path in sorted(place.path.glob("*/*.ckpt")):
         content = torch.load(path, weights_only=True)

@@ -173,10 +173,10 @@ def _fit(cfg: DictConfig, folder: RunFolder) -> tuple[OODBenchmark, Backbone, pl
         _pretrain(cfg, backbone, data, folder.path)
     if trainer is not None:
         last: Any = folder.path / CHECKPOINTS / "last.ckpt"
-        if cfg.resume and last.is_file():
-            _continue_logs(loggers, torch.load(last, map_location="cpu", weights_only=True)["global_step"])
-        else:
+        if not (cfg.resume and last.is_file()):
             last = None
+        elif rank() == 0:
+            _continue_logs(loggers, torch.load(last, map_location="cpu", weights_only=True)["global_step"])
         with stoppable(trainer), single_job():
             trainer.fit(module, datamodule=data, ckpt_path=last)
     return benchmark, backbone, trainer
