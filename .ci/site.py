@@ -77,7 +77,8 @@ def main() -> int:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
         for path in (work / "docs").rglob("*.md"):
             path.write_text(redirect_links(path.read_text(), path.relative_to(work / "docs").as_posix()))
-        code = subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "-f", work / "mkdocs.yml"]).returncode
+        build = [sys.executable, "-m", "zensical", "build", "--strict", "-f", work / "mkdocs.yml"]
+        code = subprocess.run(build).returncode
         if code == 0:
             shutil.rmtree(options.out, ignore_errors=True)
             shutil.move(work / "site", options.out)
