@@ -54,8 +54,8 @@ UNKNOWN = "unknown"
 DETECTED = "detected"
 #: reason of a failure on another process only
 ELSEWHERE = "see the error of another process."
-#: what every state in a checkpoint begins with
-HEADER = {"kind": "rmd_plugin.OODMonitor", "format": 3}
+#: of the states in checkpoints
+FORMAT = "rmd_plugin.OODMonitor 3"
 
 
 class OODMonitorWarning(UserWarning):
@@ -192,6 +192,7 @@ class OODMonitor(Callback):
         # of one run
         self._stage = "fit"
         self._encoder: Any = None  # a BatchEncoder
+        self._fits_inputs = False
         self._hooks = False  # whether it records the steps of evaluations; a compiled network is run once more instead
         self._fit_source: Any = None  # what to fit on, if not on the training set
         self._fit_share: Share | None = None
@@ -233,20 +234,16 @@ class OODMonitor(Callback):
                     self.load_state_dict(state)
             except (ValueError, OSError) as error:
                 self._complain(f"the checkpoint could not be read for its detectors. {error}")
-        encoder = self._encoder = BatchEncoder(
-            pl_module, self._head, encoder=self.encoder, forward=self.forward, labels=self.labels
-        )
+        encoder = self._encoder = BatchEncoder(pl_module, self._head, self.encoder, self.forward, self.labels)
         self._hooks = encoder.records and not encoder.compiled
         self._build([name for name in self._specs if name not in self._adapters or name in self._unfit])
         feeds = {name: (adapter.fitted_on, adapter.scored_on) for name, adapter in self._adapters.items()}
         encoder.logits = any(Representation.LOGITS in fed for fed in feeds.values())
-        on_inputs = [name for name, fed in feeds.items() if Representation.INPUTS in fed]
+        on_inputs = ", ".join(name for name, fed in feeds.items() if Representation.INPUTS in fed)
         if on_inputs and runs_together(trainer):
-            raise ValueError(
-                f"{', '.join(on_inputs)} would run the network, which under FSDP2 all processes do together."
-            )
-        fits_inputs = any(fitted_on is Representation.INPUTS for fitted_on, _ in feeds.values())
-        if self.refit == "stream" and (fits_inputs or not encoder.records):
+            raise ValueError(f"{on_inputs} would run the network, which under FSDP2 all processes do together.")
+        self._fits_inputs = any(fitted_on is Representation.INPUTS for fitted_on, _ in feeds.values())
+        if self.refit == "stream" and (self._fits_inputs or not encoder.records):
             raise ValueError("refit='stream' only records features: it gives no inputs to a detector or an encoder.")
         if self._stage == "predict":
             return
@@ -254,7 +251,10 @@ class OODMonitor(Callback):
         ood = check_loaders(self._offered(trainer, "ood_dataloaders") or {}) if self.ood is None else self.ood
         limit = trainer.limit_test_batches if self._stage == "test" else trainer.limit_val_batches
         limit = limit if self.limit_ood_batches is None else self.limit_ood_batches
-        self._ood_shares = {name: self._share(trainer, loader, limit, rebuild=False) for name, loader in ood.items()}
+        place = (trainer.global_rank, trainer.world_size)
+        self._ood_shares = {
+            name: Share(loader, *place, limit, seed=self.seed, rebuild=False) for name, loader in ood.items()
+        }
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
@@ -275,14 +275,8 @@ class OODMonitor(Callback):
         linear = [name for name, layer in layers.items() if is_linear(layer)]
         head = next((h for h in (encoder.head, self._saved.get("head"), *linear[::-1]) if h in layers), None)
         layer = as_linear(layers[head]) if encoder.by_head and head else None
-        parts = adapters.NetworkParts(
-            getattr(layer, "in_features", None),
-            getattr(layer, "out_features", None),
-            head=layer,
-            has_logits=True,
-            model=encoder.target,
-            seed=self.seed,
-        )
+        sizes = (None, None) if layer is None else (layer.in_features, layer.out_features)
+        parts = adapters.NetworkParts(*sizes, head=layer, has_logits=True, model=encoder.target, seed=self.seed)
         # copies of weights that are made in inference mode could not take part in autograd
         with isolated_rng(self.seed), torch.inference_mode(False):
             for name in names:
@@ -371,15 +365,12 @@ class OODMonitor(Callback):
         with isolated_rng(self.seed):
             return None if make is None else make()
 
-    def _share(self, trainer: Trainer, source: Any, limit: Any, *, rebuild: bool = True) -> Share:
-        return Share(source, trainer.global_rank, trainer.world_size, limit, seed=self.seed, rebuild=rebuild)
-
     def _sharing(self, trainer: Trainer) -> Share:
         """This process's share of what to fit on, kept for the sake of persistent workers."""
         source = training_loader(trainer, twice=True) if self._fit_source is None else self._fit_source
         if self._fit_share is None or self._fit_share.source is not source:
             limit = trainer.limit_train_batches if self.limit_fit_batches is None else self.limit_fit_batches
-            self._fit_share = self._share(trainer, source, limit)
+            self._fit_share = Share(source, trainer.global_rank, trainer.world_size, limit, seed=self.seed)
         return self._fit_share
 
     def _fit(self, trainer: Trainer, names: list[str]) -> None:
@@ -390,12 +381,11 @@ class OODMonitor(Callback):
         fit, inputs = self._stream or Fit({name: self._adapters[name] for name in names}, device), None
         if self.refit == "pass" or self._stage != "fit":
             share = self._sharing(trainer)
-            inputs = fitting.InputPairs(trainer, self._encoder, share)
+            inputs = fitting.InputPairs(trainer, self._encoder, share) if self._fits_inputs else None
             try:
-                if fit.metrics:
-                    with closing(encode_share(trainer, self._encoder, share)) as batches:
-                        for encoded, positions, keep in batches:
-                            fit.update(encoded, positions, keep)
+                with closing(encode_share(trainer, self._encoder, share)) as batches:
+                    for batch in batches if fit.metrics else ():
+                        fit.update(*batch)
             except Exception as error:
                 if runs_together(trainer) and isinstance(error, EncodingError):
                     raise  # the others wait for this process
@@ -468,7 +458,7 @@ class OODMonitor(Callback):
             evaluation.seen[dataloader_idx] += len(encoded)
             positions, keep = fitting.dataset_positions(loader, start, len(encoded), trainer)
             source = evaluation.sets.get(ood or "", dataloader_idx)
-            self._score(trainer, encoded, source, positions, keep)
+            self._score(trainer, source, encoded, positions, keep)
         except Exception as error:
             if runs_together(trainer):
                 raise  # the others wait for this process
@@ -483,8 +473,8 @@ class OODMonitor(Callback):
         for ood, share in self._ood_shares.items():
             with closing(encode_share(trainer, self._encoder, share, labelled=False)) as batches:
                 try:
-                    for encoded, positions, keep in batches:
-                        self._score(trainer, encoded, evaluation.sets[ood], positions, keep)
+                    for batch in batches:
+                        self._score(trainer, evaluation.sets[ood], *batch)
                 except Exception as error:
                     if runs_together(trainer) and isinstance(error, EncodingError):
                         raise
@@ -505,7 +495,7 @@ class OODMonitor(Callback):
         with visiting(trainer.lightning_module, self.seed), trainer.precision_plugin.forward_context():
             return self._encoder(batch, labelled=labelled)
 
-    def _score(self, trainer: Trainer, encoded: Encoded, source: int, positions: Tensor, keep: Any) -> None:
+    def _score(self, trainer: Trainer, source: int, encoded: Encoded, positions: Tensor, keep: Any) -> None:
         """Add a row for each sample that is to be kept: source, position, label, and the score of each detector."""
         evaluation = cast(Evaluation, self._evaluation)
         rows = torch.full((len(encoded), 3 + len(self.detectors)), math.nan, dtype=torch.float64)
@@ -666,17 +656,16 @@ class OODMonitor(Callback):
     def _say(self, news: str) -> None:
         """Tell what is no problem, once."""
         if news not in self._told:
-            self._told.add(news)
             rank_zero_info(f"OODMonitor: {news}")
+        self._told.add(news)
 
     def _complain(self, problem: str, *, once: bool = False) -> None:
-        """Warn, or end the training, as the options say."""
-        if once and problem in self._told:
-            return
-        self._told.add(problem)
+        """Warn, or end the training, as the options say; ``once``: about what is not an error, warn once."""
         if self.on_error == "raise" and not once:
             raise RuntimeError(f"OODMonitor: {problem}")
-        warnings.warn(f"OODMonitor: {problem}", OODMonitorWarning, stacklevel=3)
+        if not once or problem not in self._told:
+            warnings.warn(f"OODMonitor: {problem}", OODMonitorWarning, stacklevel=3)
+        self._told.add(problem)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -695,7 +684,8 @@ class OODMonitor(Callback):
                 unfit[name] = str(reason)
                 self._complain(f"no checkpoint holds the fit of {name!r}: {reason}", once=True)
         return {
-            **HEADER,
+            "format": FORMAT,
+            "prefix": self.prefix,
             "head": self.head,
             "encoder": self.encoder if isinstance(self.encoder, str) else None,
             "alpha": self.alpha,
@@ -709,7 +699,8 @@ class OODMonitor(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of a checkpoint. Evaluation alone keeps the history of the training before it."""
-        check_format(state_dict)
+        if state_dict.get("format") != FORMAT:
+            raise ValueError(f"expected a state of the format {FORMAT!r}, got {state_dict.get('format')!r}.")
         if self._stage == "fit" or not self.history:
             self.history = unpack_history(state_dict["history"])
         self._saved = dict(state_dict)
@@ -769,19 +760,14 @@ class OODMonitor(Callback):
             ValueError: if the checkpoint has no state of a monitor, or of several; if ``module`` has other weights.
         """
         checkpoint = load_checkpoint(path, map_location, weights_only)
-        states = {
-            key: state
-            for key, state in checkpoint.get("callbacks", {}).items()
-            if isinstance(state, dict) and state.get("kind") == HEADER["kind"]
-            if prefix is None or f"'prefix': {prefix!r}" in key
-        }
+        states = [state for state in checkpoint.get("callbacks", {}).values() if isinstance(state, dict)]
+        states = [s for s in states if s.get("format") == FORMAT and prefix in (None, s["prefix"])]
         if len(states) != 1:
             raise ValueError(
-                f"expected the state of one OODMonitor in {str(path)!r}, found {len(states)}: {', '.join(states)}. "
-                "Was it saved with save_weights_only=True? With several monitors, pass prefix=."
+                f"expected one state of the format {FORMAT!r} in {str(path)!r}, found {len(states)}. Was it saved with "
+                "save_weights_only=True, or by another version? With several monitors, pass prefix=."
             )
-        [state] = states.values()
-        check_format(state)
+        [state] = states
         if module is not None:
             check_weights(module, checkpoint.get("state_dict", {}), path)
         loaded, missing = dict[str, Detector](), dict(state["unfit"])
@@ -799,7 +785,7 @@ class OODMonitor(Callback):
                 inner: Any = bare(detector)
                 on_logits, on_features = isinstance(inner, LogitsDetector), isinstance(inner, FeaturesDetector)
                 part = "logits" if on_logits else "features" if on_features else None
-                encoder = BatchEncoder(module, state["head"], encoder=state["encoder"], logits=on_logits)
+                encoder = BatchEncoder(module, state["head"], state["encoder"], logits=on_logits)
                 setattr(inner, "encoder" if part == "features" else "model", Encoding(encoder, part))
             if name in state["calibrations"] and not isinstance(detector, Calibrated):
                 detector = Calibrated(detector, state["alpha"])
@@ -855,10 +841,8 @@ def check_loaders(ood: Any) -> dict[str, Iterable[Any]]:
     loaders = {str(name): ood[name] for name in ood} if isinstance(ood, Mapping) else {"": ood}
     for name, loader in loaders.items():
         if not name or isinstance(loader, (Tensor, str)) or not hasattr(loader, "__iter__"):
-            raise TypeError(
-                f"expected loaders of OOD data by name, ood={{'svhn': loader}}, got {type(loader).__name__}. Wrap a "
-                "tensor: DataLoader(TensorDataset(x), batch_size=64)."
-            )
+            kind = type(loader).__name__
+            raise TypeError(f"expected loaders by name, ood={{'svhn': DataLoader(TensorDataset(x), 64)}}, got {kind}.")
     return loaders
 
 
@@ -904,16 +888,8 @@ def load_checkpoint(path: str | PathLike[str], map_location: Any, weights_only: 
         return torch.load(file, map_location=map_location, weights_only=weights_only is not False)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{str(path)!r} holds more than tensors and plain data. If you trust it, pass weights_only=False. {error}"
+            f"{str(path)!r} holds more than plain data: trust it by weights_only=False. {error}"
         ) from error
-
-
-def check_format(state: Mapping[str, Any]) -> None:
-    """Refuse a state of another version."""
-    if any(state.get(key) != value for key, value in HEADER.items()):
-        raise ValueError(
-            f"expected the state of an OODMonitor, format {HEADER['format']}, got {state.get('format')!r}."
-        )
 
 
 def check_weights(module: nn.Module, saved: Mapping[str, Tensor], path: Any) -> None:
@@ -923,8 +899,7 @@ def check_weights(module: nn.Module, saved: Mapping[str, Tensor], path: Any) -> 
     """
     saved = {f".{name.replace('_orig_mod.', '')}": value for name, value in saved.items()}
     for name, value in module.state_dict().items():
-        ending = f".{name.replace('_orig_mod.', '')}"
-        others = [other for key, other in saved.items() if key.endswith(ending)]
+        others = [other for key, other in saved.items() if key.endswith(f".{name.replace('_orig_mod.', '')}")]
         if others and not any(value.shape == other.shape and torch.equal(value, other.to(value)) for other in others):
             raise ValueError(
                 f"{name!r} of {type(module).__name__} differs from the weights in {str(path)!r}, which the detectors "

@@ -231,10 +231,10 @@ class BatchEncoder:
         self,
         module: nn.Module,
         head: str | None = None,
-        *,
         encoder: str | Callable[[Any], Tensor] | None = None,
         forward: Callable[[Any, Any], Any] | None = None,
         labels: Callable[[Any], Any] | None = None,
+        *,
         logits: bool = True,
     ) -> None:
         self.module, self.head, self.logits = module, head, logits

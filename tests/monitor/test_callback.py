@@ -281,7 +281,7 @@ def test_epochs_can_be_left_out_and_monitoring_callbacks_still_find_the_metric(t
         ({"detectors": {"rmd": lambda module: RMD()}}, TypeError, "'rmd' must be"),
         ({"detectors": {"a/b": RMD()}}, TypeError, "without '/'"),
         ({"ood": [loader(OOD)]}, TypeError, "by name.*got list"),
-        ({"ood": {"svhn": OOD[0]}}, TypeError, "by name.*got Tensor.*DataLoader"),
+        ({"ood": {"svhn": OOD[0]}}, TypeError, "by name.*DataLoader.*got Tensor"),
         ({"refit": "never"}, ValueError, "refit="),
         ({"head": "fc", "encoder": "body"}, ValueError, "not both"),
         ({"ood": {"unknown": []}}, ValueError, "each once"),
