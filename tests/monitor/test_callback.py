@@ -16,10 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from rmd_plugin import RMD, ClassMoments, Mahalanobis
-from rmd_plugin.compare.adapters import EncodingError, adopt
+from rmd_plugin.compare.adapters import EncodingError
 from rmd_plugin.compare.metrics import METRICS
 from rmd_plugin.monitor.callback import OODMonitor
-from rmd_plugin.monitor.fitting import Fit
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
 
@@ -81,14 +80,6 @@ def test_one_forward_pass_serves_all_detectors_and_validation_needs_no_second_on
     assert calls == len(TRAIN[1]) + len(VAL[1]) + len(OOD[1])
 
 
-def test_detectors_with_the_same_options_share_their_moments():
-    detectors = {"a": RMD(), "b": Mahalanobis(), "c": RMD(normalize=True), "d": KNN(None), "e": MaxSoftmax(None)}
-    adapters = {name: adopt(detector) for name, detector in detectors.items()}
-    keys = Fit(adapters, torch.device("cpu")).keys
-    assert keys["a"] == keys["b"]
-    assert len({keys[name] for name in "abcd"}) == 3
-
-
 def test_names_in_the_log_are_those_of_the_manual(tmp_path):
     logger = CSVLogger(tmp_path, name="", version="")
     monitor = OODMonitor({"rmd": RMD(), "msp": MaxSoftmax(None)}, ood={"svhn": loader(OOD), "noise": loader(OTHER)})
@@ -143,17 +134,6 @@ def test_a_datamodule_may_offer_a_clean_fit_set_and_ood_sets():
     assert values(monitor)["rmd", "svhn"] == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_head_that_was_found_is_named_in_the_log(monkeypatch):
-    said = []
-    monkeypatch.setattr("rmd_plugin.monitor.callback.rank_zero_info", said.append)
-    monitor = OODMonitor({"rmd": RMD()}, ood={"svhn": loader(OOD)})
-    fit(monitor, max_epochs=2)
-    assert monitor.head == "model.fc"
-    assert [text for text in said if "head" in text] == [
-        "OODMonitor: the head is 'model.fc'; its input is the features."
-    ]
-
-
 @pytest.mark.parametrize("encoder", ["model.body", "model.features"])
 def test_an_encoder_is_the_other_way_to_the_features(encoder):
     module = Classifier()
@@ -162,17 +142,6 @@ def test_an_encoder_is_the_other_way_to_the_features(encoder):
     by_head = OODMonitor({"rmd": RMD(), "msp": MaxSoftmax(None)}, head="model.fc", ood={"svhn": loader(OOD)})
     fit(by_head)
     assert values(by_encoder) == pytest.approx(values(by_head), abs=1e-12)
-
-
-def test_a_module_whose_step_never_comes_by_the_head_is_run_once_more():
-    class Blind(Classifier):
-        def validation_step(self, batch, batch_idx):
-            pass
-
-    blind, seeing = (OODMonitor({"rmd": RMD()}, head="model.fc", ood={"svhn": loader(OOD)}) for _ in range(2))
-    fit(blind, module=Blind())
-    fit(seeing)
-    assert values(blind) == values(seeing)
 
 
 # -- the fit ----------------------------------------------------------------------------------------------------------

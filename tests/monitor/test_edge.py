@@ -12,7 +12,6 @@ from pytorch_ood.detector import KNN, MaxSoftmax
 from torch.utils.data import Dataset
 
 from rmd_plugin import RMD, Mahalanobis
-from rmd_plugin.compare.adapters import EncodingError
 from rmd_plugin.monitor.callback import OODMonitor, OODMonitorWarning
 from rmd_plugin.monitor.fitting import Share
 
@@ -151,27 +150,6 @@ def test_validation_decides_when_the_detectors_are_fitted_and_so_does_the_end_of
     assert [row["step"] for row in monitor.history if row["metric"] == "fit_seconds"] == steps
 
 
-def test_a_stream_that_never_began_is_told():
-    monitor = monitored(refit="stream", warmup_epochs=3)
-    with pytest.warns(OODMonitorWarning, match="warmup_epochs=3") as caught:
-        fit(monitor)
-    assert len(told(caught)) == 1
-
-
-def test_several_training_dataloaders_are_refused_with_a_way_that_works():
-    class Both(Classifier):
-        def training_step(self, batch, batch_idx):
-            return sum(super(Both, self).training_step(part, batch_idx) for part in batch)
-
-    train = [loader(TRAIN), loader(first(TRAIN, 40))]
-    for refit in ("stream", "pass"):
-        with pytest.raises(EncodingError, match="fit_loader="):
-            fit(monitored(refit=refit), module=Both(), train=train)
-    monitor = monitored(fit_loader=loader(TRAIN))
-    _, module = fit(monitor, module=Both(), train=train)
-    assert values(monitor)["rmd", "svhn"] == pytest.approx(auroc_of(module), abs=1e-12)
-
-
 def test_a_monitor_that_is_used_again_is_fitted_to_the_new_weights():
     monitor = monitored()
     for seed in (1, 2):
@@ -242,11 +220,6 @@ def test_a_checkpoint_of_a_failed_epoch_says_so(tmp_path):
         fit(monitor, ModelCheckpoint(tmp_path, save_last=True), module=Broken(epoch=0))
     with pytest.warns(OODMonitorWarning, match="the checkpoint does not hold 'rmd': it could not be fitted in epoch 0"):
         assert OODMonitor.load_detectors(tmp_path / "last.ckpt") == {}
-
-
-def test_on_request_a_failure_ends_the_training():
-    with pytest.raises(RuntimeError, match=r"rmd could not be fitted in epoch 1\. ValueError: .*NaN"):
-        fit(monitored(on_error="raise"), module=Broken(), max_epochs=3)
 
 
 class Unreadable(Dataset):

@@ -44,12 +44,6 @@ def test_a_limited_share_holds_every_class_in_about_its_proportion(order, limit)
     assert counts.min() > 0
 
 
-def test_strata_of_unequal_size_hold_every_sample_once():
-    chosen = taken(DataLoader(TensorDataset(torch.arange(7)), 1), limit=5)
-    assert len(chosen) == 5
-    assert chosen == sorted(set(chosen))
-
-
 def test_the_choice_is_the_same_for_any_number_of_processes():
     assert taken(numbers(), world=4, limit=2) == taken(numbers(), limit=8)
     assert taken(numbers(), world=3, limit=0.3) == taken(numbers(), limit=0.3)

@@ -8,7 +8,7 @@ from callback_kit import OOD, TRAIN, VAL, Classifier, features_of, fit, loader, 
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_ood.detector import KNN, MaxSoftmax
 
-from rmd_plugin import RMD, Mahalanobis, PartialMahalanobis
+from rmd_plugin import RMD, Mahalanobis
 from rmd_plugin.monitor.callback import OODMonitor, OODMonitorWarning, unpack_history
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
@@ -153,12 +153,6 @@ def test_options_that_were_changed_for_a_resume_hold(tmp_path):
     fresh = monitored({"rmd": RMD(shrinkage=0.9)})
     trainer(None, fresh).validate(Classifier(), loader(VAL), ckpt_path=tmp_path / "last.ckpt", verbose=False)
     assert fresh.detectors["rmd"].shrinkage == 0.0
-
-
-def test_another_detector_under_the_same_name_is_told(checkpoint):
-    monitor = monitored({"rmd": PartialMahalanobis(components=2), "md": Mahalanobis()})
-    with pytest.warns(OODMonitorWarning, match="'rmd' failed to score: the snapshot is of RMD"):
-        trainer(None, monitor).validate(Classifier(), loader(VAL), ckpt_path=checkpoint[0], verbose=False)
 
 
 def test_a_state_of_another_format_is_refused():

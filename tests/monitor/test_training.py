@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from rmd_plugin import RMD, FusedRMD, OODMonitor
-from rmd_plugin.monitor.features import isolated_rng, visiting
+from rmd_plugin.monitor.features import visiting
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
 
@@ -180,16 +180,6 @@ def test_a_visit_leaves_no_trace_in_the_module():
     assert [p.requires_grad for p in net.parameters()] == [True, False, True, True]
     assert [m.training for m in net.modules()] == [True, True, True, False]
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_what_is_drawn_inside_depends_only_on_the_seed():
-    with isolated_rng(3):
-        first = draw()
-    draw()
-    with isolated_rng(3):
-        assert draw() == first
-    with isolated_rng(2**40):
-        assert draw() != first
 
 
 class Remembering(Augmented):
