@@ -218,8 +218,13 @@ class OODMonitor(Callback):
     # -- setup --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the strategy, and begin a new run."""
-        fitting.check_strategy(trainer.strategy)
+        """Refuse a strategy that keeps the network or samples elsewhere, and begin a new run."""
+        strategy: Any = trainer.strategy
+        names = {base.__name__ for base in type(strategy).__mro__}  # by name: there are two roots of Lightning
+        tensor_parallel = "ModelParallelStrategy" in names and strategy.device_mesh["tensor_parallel"].size() > 1
+        if tensor_parallel or names & {"FSDPStrategy", "DeepSpeedStrategy"}:
+            supported = "Use DDP, or fully_shard (FSDP2) and ModelParallelStrategy(tensor_parallel_size=1)."
+            raise ValueError(f"OODMonitor does not work with {type(strategy).__name__} as it is set. {supported}")
         self._stage = stage.lower()  # a plain string: Lightning passes an Enum
         self._encoder = self._fit_step = None
 
@@ -289,7 +294,8 @@ class OODMonitor(Callback):
                     self._adapters[name] = adapters.build(spec, parts)
                 except adapters.NotSupported as reason:
                     raise ValueError(f"{name!r} cannot be monitored while the network trains: it {reason}.") from reason
-        self._restore_saved()
+        if self._saved:
+            self._restore_saved()
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -413,8 +419,9 @@ class OODMonitor(Callback):
         self._evaluation = None
         if trainer.sanity_checking:
             return
-        named = [self.ood_dataloaders.get(index, "") for index in range(len(running_loaders(trainer)))]
-        sets = [*self._ood_shares, *dict.fromkeys(filter(None, named))]
+        loaders: Any = trainer._active_loop._combined_loader  # type: ignore[union-attr]
+        named = [ood for index, ood in self.ood_dataloaders.items() if index < len(loaders.flattened)]
+        sets = [*self._ood_shares, *dict.fromkeys(named)]
         check_set_names((*sets, UNKNOWN))
         if not self._due(trainer):
             # ModelCheckpoint and EarlyStopping end the training if the metric that they monitor is missing: they see
@@ -454,7 +461,8 @@ class OODMonitor(Callback):
             return
         try:
             encoded = self._encode(trainer, batch, labelled=labelled)
-            start, loader = evaluation.seen[dataloader_idx], running_loaders(trainer)[dataloader_idx]
+            loader = trainer._active_loop._combined_loader.flattened[dataloader_idx]  # type: ignore[union-attr]
+            start = evaluation.seen[dataloader_idx]
             evaluation.seen[dataloader_idx] += len(encoded)
             positions, keep = fitting.dataset_positions(loader, start, len(encoded), trainer)
             source = evaluation.sets.get(ood or "", dataloader_idx)
@@ -600,9 +608,7 @@ class OODMonitor(Callback):
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the scores of all processes into one table, in the order of the loader."""
-        evaluation, self._evaluation = self._evaluation, None
-        if evaluation is None:
-            return
+        evaluation, self._evaluation = cast(Evaluation, self._evaluation), None
         rows = self._gather(trainer, evaluation)
         table = {"dataloader_idx": rows[:, 0].long().numpy()} if len(evaluation.seen) > 1 else {}
         for column, (name, detector) in enumerate(self.detectors.items(), start=3):
@@ -647,9 +653,8 @@ class OODMonitor(Callback):
             return
         from rmd_plugin.monitor.trackers import publish  # imports matplotlib
 
-        stage, step = self._stage, trainer.global_step
         try:
-            publish(self.history, scores, stage, loggers, self.figures_dir, prefix=self.prefix, step=step)
+            publish(self.history, scores, self._stage, loggers, self.figures_dir, self.prefix, trainer.global_step)
         except Exception as error:  # a full disk or a lost connection; only this process draws, so it must not stop
             rank_zero_warn(f"OODMonitor: the figures could not be saved. {reason_of(error)}")
 
@@ -714,20 +719,20 @@ class OODMonitor(Callback):
     def _restore_saved(self) -> None:
         """Give the detectors the fits of the checkpoint; if training goes on, only to those with the same options."""
         saved, self._saved = self._saved, {}
-        for name in saved.get("detectors", {}).keys() & self._adapters.keys():
+        for name in saved["detectors"].keys() & self._adapters.keys():
             detector, snapshot = self.detectors[name], saved["detectors"][name]
             options = snapshot.get("state", {}).get("options", {})
             changed = any(options.get(key) != value for key, value in getattr(detector, "options", {}).items())
+            if self._stage == "fit" and changed:
+                continue
             try:
-                if self._stage == "fit" and changed:
-                    raise ValueError("the checkpoint holds a fit with other options.")
                 restore_snapshot(detector, snapshot)
             except ValueError as error:
                 self._unfit[name] = str(error)
-            else:
-                self._unfit.pop(name, None)
-                if name in saved["calibrations"]:
-                    self._calibrations[name] = Calibration.from_tensors(saved["calibrations"][name])
+                continue
+            self._unfit.pop(name, None)
+            if name in saved["calibrations"]:
+                self._calibrations[name] = Calibration.from_tensors(saved["calibrations"][name])
 
     @classmethod
     def load_detectors(
@@ -816,11 +821,6 @@ def share_above(scores: Tensor, threshold: float) -> float:
 def reason_of(error: Exception) -> str:
     """An error in one sentence."""
     return f"{type(error).__name__}: {error}"
-
-
-def running_loaders(trainer: Trainer) -> list[Any]:
-    """The dataloaders of the evaluation that is running, in the order of ``dataloader_idx``."""
-    return list(trainer._active_loop._combined_loader.flattened)  # type: ignore[union-attr]
 
 
 @contextmanager

@@ -58,7 +58,9 @@ def visiting(module: nn.Module, seed: int) -> Iterator[None]:
     parameters = [(parameter, parameter.grad, parameter.requires_grad) for parameter in module.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     # FSDP2 keeps the outermost layers gathered for a backward pass
-    sharded: list[Any] = [m for m in module.modules() if hasattr(m, "reshard") and all(map(is_sharded, m.parameters()))]
+    sharded: list[Any] = [
+        m for m in module.modules() if hasattr(m, "reshard") and all(hasattr(p, "full_tensor") for p in m.parameters())
+    ]
     with isolated_rng(seed), evaluating(module):
         try:
             module.zero_grad()
@@ -72,11 +74,6 @@ def visiting(module: nn.Module, seed: int) -> Iterator[None]:
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):
                     buffer.data.copy_(before)
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether other processes hold parts of a tensor."""
-    return hasattr(tensor, "full_tensor")
 
 
 def eagerly() -> AbstractContextManager[Any]:
@@ -159,7 +156,7 @@ def as_linear(layer: nn.Module | None) -> nn.Linear | None:
     if layer is None or not is_linear(layer):
         return None
     weights: dict[str, Any] = {name: value.detach() for name, value in layer.named_parameters()}
-    weights = {name: value.full_tensor() if is_sharded(value) else value for name, value in weights.items()}
+    weights = {k: value.full_tensor() if hasattr(value, "full_tensor") else value for k, value in weights.items()}
     weights["weight"] = weights["weight"].flatten(1)
     outputs, inputs = weights["weight"].shape
     linear = nn.Linear(inputs, outputs, bias="bias" in weights, device="meta")

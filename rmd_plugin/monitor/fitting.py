@@ -52,10 +52,9 @@ class Share:
         limit = int(limit) if limit is not None and limit > 1 else limit  # LightningCLI may read 5 as 5.0
         self.limit: Any = None if isinstance(limit, float) and limit == 1 else limit
         self._own, self._size = math.inf, 1  # items of the dataset that count, and in each batch
-        rebuild = is_map_style(loader) and (rebuild or world > 1 or self.limit is not None)
-        self._rebuilt = self._rebuild(loader) if rebuild else None
-
-    def _rebuild(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        self._rebuilt: Any = None
+        if not is_map_style(loader) or not (rebuild or world > 1 or self.limit is not None):
+            return
         whole = loader.batch_sampler is None  # the dataset yields batches
         self._size = 1 if whole else loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 64
         sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -66,21 +65,21 @@ class Share:
         indices = range(len(loader.dataset)) if indices is None else list(indices)  # type: ignore[arg-type]
         if self.limit is not None:
             total = math.ceil(len(indices) / self._size)
-            batches = self.limit * self.world if isinstance(self.limit, int) else math.ceil(self.limit * total)
-            indices = [indices[i] for i in _spread(len(indices), min(len(indices), batches * self._size), self.seed)]
-        mine = indices[self.rank :: self.world]
+            batches = self.limit * world if isinstance(self.limit, int) else math.ceil(self.limit * total)
+            indices = [indices[i] for i in _spread(len(indices), min(len(indices), batches * self._size), seed)]
+        mine = indices[rank::world]
         self._own = len(mine)
         options = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-        return DataLoader(
+        self._rebuilt = DataLoader(
             loader.dataset,
             batch_size=None if whole else self._size,
-            sampler=mine if len(mine) == len(indices[:: self.world]) else [*mine, indices[0]],
+            sampler=mine if len(mine) == len(indices[::world]) else [*mine, indices[0]],
             generator=torch.Generator(),
             **{name: getattr(loader, name) for name in (*options, "prefetch_factor", "persistent_workers")},
         )
 
     def __iter__(self) -> Iterator[tuple[Any, slice]]:
-        batches: Any = self._rebuilt
+        batches = self._rebuilt
         if batches is not None:
             batches.generator.manual_seed(self.seed)
         else:
@@ -137,17 +136,6 @@ def _spread(total: int, count: int, seed: int) -> list[int]:
 
 
 # -- one pass over a share ---------------------------------------------------------------------------------------------
-
-
-def check_strategy(strategy: Any) -> None:
-    """Refuse a strategy under which the monitor cannot run the network, or would count samples twice."""
-    names = {base.__name__ for base in type(strategy).__mro__}
-    tensor_parallel = "ModelParallelStrategy" in names and strategy.device_mesh["tensor_parallel"].size() > 1
-    if tensor_parallel or names & {"FSDPStrategy", "DeepSpeedStrategy"}:
-        raise ValueError(
-            f"OODMonitor does not work with {type(strategy).__name__} as it is set. Use DDP, or FSDP2 with fully_shard "
-            "and ModelParallelStrategy(tensor_parallel_size=1)."
-        )
 
 
 def runs_together(trainer: Trainer) -> bool:
