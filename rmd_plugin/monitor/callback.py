@@ -46,8 +46,6 @@ Spec = Detector | Callable[..., Detector]
 #: the first is for LightningCLI, which builds what is named by class
 Loader = DataLoader | Iterable[Any]
 
-#: columns of the history, besides the value
-TIME, KEY = ("stage", "epoch", "step"), ("detector", "ood", "metric")
 #: the OOD set of samples that only their label below zero marks
 UNKNOWN = "unknown"
 #: share of an OOD set that a calibrated detector flags at its level alpha of false alarms
@@ -155,10 +153,8 @@ class OODMonitor(Callback):
     ) -> None:
         super().__init__()
         if refit not in ("pass", "stream") or on_error not in ("warn", "raise") or every_n_epochs < 1:
-            raise ValueError(
-                "expected refit='pass' or 'stream', on_error='warn' or 'raise', every_n_epochs >= 1, got "
-                f"{refit!r}, {on_error!r}, {every_n_epochs!r}."
-            )
+            options = f"refit={refit!r}, on_error={on_error!r}, every_n_epochs={every_n_epochs}"
+            raise ValueError(f"expected 'pass' or 'stream', 'warn' or 'raise', and a positive number, got {options}.")
         if head is not None and encoder is not None:
             raise ValueError(f"give head or encoder, not both: got head={head!r} and encoder={encoder!r}.")
         check_level("alpha", alpha)
@@ -280,8 +276,8 @@ class OODMonitor(Callback):
         linear = [name for name, layer in layers.items() if is_linear(layer)]
         head = next((h for h in (encoder.head, self._saved.get("head"), *linear[::-1]) if h in layers), None)
         layer = as_linear(layers[head]) if encoder.by_head and head else None
-        sizes = (None, None) if layer is None else (layer.in_features, layer.out_features)
-        parts = adapters.NetworkParts(*sizes, head=layer, has_logits=True, model=encoder.target, seed=self.seed)
+        width, classes = (None, None) if layer is None else (layer.in_features, layer.out_features)
+        parts = adapters.NetworkParts(width, classes, head=layer, has_logits=True, model=encoder.target, seed=self.seed)
         # copies of weights that are made in inference mode could not take part in autograd
         with isolated_rng(self.seed), torch.inference_mode(False):
             for name in names:
@@ -427,7 +423,7 @@ class OODMonitor(Callback):
             # ModelCheckpoint and EarlyStopping end the training if the metric that they monitor is missing: they see
             # the last values, or NaN before the first; loggers get none
             keys = [(name, ood, m) for name in self.detectors for ood in (*sets, MEAN) if sets for m in self._metrics]
-            last = {tuple(row[column] for column in KEY): row["value"] for row in self.history if row["ood"]}
+            last = {(r["detector"], r["ood"], r["metric"]): r["value"] for r in self.history if r["ood"]}
             for key, value in (dict.fromkeys(keys, math.nan) | last).items():
                 self._log(trainer, key, value, logger=False)
             return
@@ -585,7 +581,7 @@ class OODMonitor(Callback):
 
     def _threshold(self, name: str, on_id: Tensor) -> float:
         """The threshold of a detector; while the module is trained, calibrated by these scores of ID samples."""
-        detector = self.detectors[name]
+        detector: Any = self.detectors[name]
         own = isinstance(detector, Calibrated)
         if not self.calibrate or (own and detector.per_class):
             return math.nan
@@ -872,8 +868,7 @@ def read_detectors(detectors: Any) -> dict[str, Spec]:
 
 def pack_history(rows: list[dict[str, Any]]) -> Tensor:
     """The history as the bytes of a compressed Parquet file, about 10 bytes for each row."""
-    data = pd.DataFrame(rows, columns=[*TIME, *KEY, "value"]).to_parquet(compression="zstd")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(pd.DataFrame(rows).to_parquet(compression="zstd")), dtype=torch.uint8)
 
 
 def unpack_history(packed: Tensor) -> list[dict[str, Any]]:

@@ -247,11 +247,12 @@ class BatchEncoder:
         self._recording = False  # compiled code may hold the hooks after they are removed
         self._calls: list[Call] = []
         self._handles: list[Any] = []
-        self._way: str | None = None  # how the module is run on a batch, once it is known
+        self._way = ""  # how the module is run on a batch, once it is known
 
     def find(self, name: str) -> Any:
         """A part of the module by its dotted name; None if there is none."""
-        return reduce(lambda part, attribute: getattr(part, attribute, None), name.split("."), self.module)
+        module: Any = self.module
+        return reduce(lambda part, attribute: getattr(part, attribute, None), name.split("."), module)
 
     @property
     def compiled(self) -> bool:
@@ -329,11 +330,16 @@ class BatchEncoder:
                 (around if z is None else layers).append(Call(name, z, outputs))
         # of the outermost module; nothing, if a layer ran after it
         returned = around[0].outputs if around and calls[-1].inputs is None else []
-        pair = (
-            self._by_head(layers, returned, [z for call in around for z in call.outputs])
-            if self.by_head
-            else self._by_encoder(layers, around, inputs)
-        )
+        pair: tuple[Tensor, Tensor | None] | None = None
+        if self.by_head:
+            pair = self._by_head(layers, returned, [z for call in around for z in call.outputs])
+        elif around or not self.logits:
+            features = layers[0].outputs[0] if layers else None
+            if not self.records:
+                with evaluating(self.module), torch.no_grad():
+                    features = self._encoder(inputs).detach()
+            if features is not None and features.ndim in (2, 4):
+                pair = pool_features(widened(features)), around[0].outputs[0] if around else None
         if pair is None:
             raise EncodingError(
                 f"the features of {size} samples were not found at {self.head or 'any linear layer'}. Name the layer "
@@ -344,15 +350,6 @@ class BatchEncoder:
         # one sigmoid output is no distribution over classes: detectors on logits would score all samples alike
         logits = None if logits is None or logits.shape[1] == 1 else widened(logits)
         return Encoded(features, logits, labels, model_input(inputs))
-
-    def _by_encoder(self, layers: list[Call], around: list[Call], inputs: Any) -> tuple[Tensor, Tensor | None] | None:
-        features = layers[0].outputs[0] if layers else None
-        if not self.records:
-            with evaluating(self.module), torch.no_grad():
-                features = self._encoder(inputs).detach()
-        if features is None or features.ndim not in (2, 4) or (self.logits and not around):
-            return None
-        return pool_features(widened(features)), around[0].outputs[0] if around else None
 
     def _by_head(
         self, layers: list[Call], returned: list[Tensor], around: list[Tensor]

@@ -62,7 +62,7 @@ class Share:
         while isinstance(sampler, DistributedSampler) and hasattr(sampler.dataset, "_sampler"):
             sampler = sampler.dataset._sampler
         indices: Any = getattr(sampler, "indices", None)
-        indices = range(len(loader.dataset)) if indices is None else list(indices)  # type: ignore[arg-type]
+        indices = range(len(loader.dataset)) if indices is None else list(indices)
         if self.limit is not None:
             total = math.ceil(len(indices) / self._size)
             batches = self.limit * world if isinstance(self.limit, int) else math.ceil(self.limit * total)
