@@ -41,10 +41,7 @@ def test_predictions_are_those_of_the_detectors_of_the_checkpoint(tmp_path):
         np.testing.assert_allclose(table[f"{name}/p_value"], detector.p_value(OTHER[0]), atol=0.03)
         assert (table[f"{name}/is_ood"].to_numpy() == detector.is_ood(OTHER[0]).numpy()).mean() > 0.9
     pd.testing.assert_frame_equal(pd.read_parquet(file), table)
-    assert {name: alarm.count for name, alarm in monitor.drift_alarms.items()} == {
-        "rmd": len(table),
-        "msp": len(table),
-    }
+    assert {name: alarm.count for name, alarm in monitor.drift_alarms.items()} == {"rmd": len(table), "msp": len(table)}
     trainer(None, monitor).predict(module, DataLoader(OTHER[0].repeat(9, 1), 7), ckpt_path=path)
     assert monitor.drift_alarms["rmd"].count == 9 * len(table)
 

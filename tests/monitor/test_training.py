@@ -10,6 +10,7 @@ import torch
 from callback_kit import OOD, TRAIN, VAL, Augmented, Classifier, fit, loader, values
 from pytorch_ood.detector import KNN, MCD, ODIN, GradNorm, MaxSoftmax, ViM
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from rmd_plugin import RMD, FusedRMD, OODMonitor
@@ -31,21 +32,13 @@ class Noisy(MaxSoftmax):
 
 
 def bits(value):
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {k: bits(v) for k, v in value.items()}
-    return [bits(v) for v in value] if isinstance(value, (list, tuple)) else value
+    return tree_map(lambda item: item.detach().clone() if isinstance(item, torch.Tensor) else item, value)
 
 
 def same(first, second):
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
-    if isinstance(first, list):
-        return len(first) == len(second) and all(map(same, first, second))
-    return first == second
+    items, others = tree_leaves(first), tree_leaves(second)
+    pairs = zip(items, others, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 class Trace(pl.Callback):
