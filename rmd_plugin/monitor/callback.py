@@ -450,13 +450,12 @@ class OODMonitor(Callback):
         evaluation, ood = self._evaluation, self.ood_dataloaders.get(dataloader_idx)
         labelled = ood is None and self._stage != "predict"
         if trainer.sanity_checking:
-            self._encode(trainer, batch, labelled=labelled)  # a module without forward() may tell its head here
-            with visiting(pl_module, self.seed), trainer.precision_plugin.forward_context():
-                self._encoder(batch, labelled=labelled)  # as in a pass of our own
+            self._encode(trainer, batch, labelled, self._hooks)  # a module without forward() may tell its head here
+            self._encode(trainer, batch, labelled, False)
         if evaluation is None:
             return
         try:
-            encoded = self._encode(trainer, batch, labelled=labelled)
+            encoded = self._encode(trainer, batch, labelled, self._hooks)
             loader = trainer._active_loop._combined_loader.flattened[dataloader_idx]  # type: ignore[union-attr]
             start = evaluation.seen[dataloader_idx]
             evaluation.seen[dataloader_idx] += len(encoded)
@@ -491,9 +490,9 @@ class OODMonitor(Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end
 
-    def _encode(self, trainer: Trainer, batch: Any, *, labelled: bool) -> Encoded:
-        """What was recorded of a batch; if the step did not come by the head, of a pass of our own."""
-        if self._hooks:
+    def _encode(self, trainer: Trainer, batch: Any, labelled: bool, recorded: bool) -> Encoded:
+        """What was recorded of a batch; if nothing was, or the step did not come by the head, a pass of our own."""
+        if recorded:
             with suppress(EncodingError):  # a pass of our own may tell more
                 return self._encoder.take(batch, labelled=labelled)
         with visiting(trainer.lightning_module, self.seed), trainer.precision_plugin.forward_context():
@@ -873,7 +872,8 @@ def pack_history(rows: list[dict[str, Any]]) -> Tensor:
 
 def unpack_history(packed: Tensor) -> list[dict[str, Any]]:
     """The rows that were packed."""
-    return pd.read_parquet(BytesIO(packed.numpy().tobytes())).to_dict("records")
+    table = pd.read_parquet(BytesIO(packed.numpy().tobytes()))
+    return [dict(zip(table, row, strict=True)) for row in table.itertuples(index=False, name=None)]
 
 
 def load_checkpoint(path: str | PathLike[str], map_location: Any, weights_only: bool | None = None) -> dict[str, Any]:
