@@ -28,6 +28,9 @@ QUIET = (
 )
 
 CLASSES, WIDTH = 4, 8
+#: of a trainer
+OPTIONS = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
+OPTIONS |= {"enable_progress_bar": False, "enable_model_summary": False}
 
 # networks of this size only wait for each other's threads
 torch.set_num_threads(1)
@@ -46,28 +49,34 @@ class Net(nn.Module):
         return self.fc(self.features(x))
 
 
-class Classifier(pl.LightningModule):
-    def __init__(self, lr=1e-2, optimizer=torch.optim.Adam):
-        super().__init__()
-        torch.manual_seed(1)
-        self.model = Net()
-        self.lr = lr
-        self.optimizer = optimizer
+def classifier(root):
+    """The class of classifiers of a root of Lightning."""
 
-    def forward(self, x):
-        return self.model(x)
+    class Classifier(root.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.model = Net()
 
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self(batch[0]), batch[1])
+        def forward(self, x):
+            return self.model(x)
 
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self(batch[0])
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self(batch[0]), batch[1])
 
-    def test_step(self, batch, batch_idx, dataloader_idx=0):
-        self(batch[0])
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            self(batch[0])
 
-    def configure_optimizers(self):
-        return self.optimizer(self.parameters(), lr=self.lr)
+        def test_step(self, batch, batch_idx, dataloader_idx=0):
+            self(batch[0])
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    return Classifier
+
+
+Classifier = classifier(pl)
 
 
 def samples(count, seed, *, shift=0.0):
@@ -106,18 +115,9 @@ class Augmented(Dataset):
 
 def trainer(tmp_path=None, *callbacks, **kwargs):
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    defaults = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": any(isinstance(c, pl.callbacks.ModelCheckpoint) for c in callbacks),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "default_root_dir": tmp_path,
-    }
-    return pl.Trainer(callbacks=list(callbacks), **(defaults | kwargs))
+    checkpoints = any(isinstance(c, pl.callbacks.ModelCheckpoint) for c in callbacks)
+    defaults = {"num_sanity_val_steps": 0, "default_root_dir": tmp_path, "enable_checkpointing": checkpoints}
+    return pl.Trainer(callbacks=list(callbacks), **(OPTIONS | defaults | kwargs))
 
 
 def fit(monitor, *callbacks, module=None, train=None, val=None, tmp_path=None, **kwargs):

@@ -12,11 +12,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning_fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import Tensor, nn
 
 from rmd_plugin.compare.adapters import Encoded, EncodingError
@@ -34,20 +35,17 @@ INPUT_KEYS = "image", "images", "img", "pixel_values", "input", "inputs", "x", "
 @contextmanager
 def isolated_rng(seed: int) -> Iterator[None]:
     """Seed the global generators of Python, numpy and torch for the block, then restore their states."""
-    # asking for the states of devices that are not in use would start them
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices):
-        try:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)  # noqa: NPY002
-            torch.default_generator.manual_seed(seed)
-            if devices:
-                torch.cuda.manual_seed_all(seed)
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)  # noqa: NPY002
+    cuda = torch.cuda.is_initialized()  # asking for the states of devices that are not in use would start them
+    states = _collect_rng_states(include_cuda=cuda)
+    try:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        torch.default_generator.manual_seed(seed)
+        if cuda:
+            torch.cuda.manual_seed_all(seed)
+        yield
+    finally:
+        _set_rng_states(states)
 
 
 @contextmanager
@@ -60,11 +58,12 @@ def visiting(module: nn.Module, seed: int) -> Iterator[None]:
     parameters = [(parameter, parameter.grad, parameter.requires_grad) for parameter in module.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     # FSDP2 keeps the outermost layers gathered for a backward pass
-    sharded: list[Any] = [m for m in module.modules() if hasattr(m, "reshard") and all(map(is_sharded, m.parameters()))]
+    sharded: list[Any] = [
+        m for m in module.modules() if hasattr(m, "reshard") and all(hasattr(p, "full_tensor") for p in m.parameters())
+    ]
     with isolated_rng(seed), evaluating(module):
         try:
-            for parameter, _, _ in parameters:
-                parameter.grad = None
+            module.zero_grad()
             yield
         finally:
             for layer in sharded:
@@ -75,11 +74,6 @@ def visiting(module: nn.Module, seed: int) -> Iterator[None]:
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):
                     buffer.data.copy_(before)
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether other processes hold parts of a tensor."""
-    return hasattr(tensor, "full_tensor")
 
 
 def eagerly() -> AbstractContextManager[Any]:
@@ -117,10 +111,8 @@ def batch_inputs(batch: Any) -> Any:
     if entries is not None:
         return {key: value for key, value in entries.items() if key not in LABEL_KEYS}
     if isinstance(batch, (tuple, list)) and len(batch) not in (1, 2):
-        raise EncodingError(
-            f"expected a batch (x, y), a dict with labels, or a tensor, got a {type(batch).__name__} of length "
-            f"{len(batch)}. Pass forward= and labels=, or fit_loader= with batches (x, y)."
-        )
+        kind = f"{type(batch).__name__} of length {len(batch)}"
+        raise EncodingError(f"expected (x, y) or a dict, got a {kind}. Pass forward= and labels=, or fit_loader=.")
     return batch[0] if isinstance(batch, (tuple, list)) else batch
 
 
@@ -157,16 +149,14 @@ def is_linear(layer: nn.Module) -> bool:
 
 
 def as_linear(layer: nn.Module | None) -> nn.Linear | None:
-    """The head as a plain ``nn.Linear``, also where it is a convolution or sharded; None if it is something else.
+    """The head's weights as a plain ``nn.Linear``, also of a convolution or sharded; None if it is something else.
 
     Under FSDP2 every process has to call it.
     """
     if layer is None or not is_linear(layer):
         return None
-    if isinstance(layer, nn.Linear) and not hasattr(layer, "reshard") and not any(map(is_sharded, layer.parameters())):
-        return layer
     weights: dict[str, Any] = {name: value.detach() for name, value in layer.named_parameters()}
-    weights = {name: value.full_tensor() if is_sharded(value) else value for name, value in weights.items()}
+    weights = {k: value.full_tensor() if hasattr(value, "full_tensor") else value for k, value in weights.items()}
     weights["weight"] = weights["weight"].flatten(1)
     outputs, inputs = weights["weight"].shape
     linear = nn.Linear(inputs, outputs, bias="bias" in weights, device="meta")
@@ -238,10 +228,10 @@ class BatchEncoder:
         self,
         module: nn.Module,
         head: str | None = None,
-        *,
         encoder: str | Callable[[Any], Tensor] | None = None,
         forward: Callable[[Any, Any], Any] | None = None,
         labels: Callable[[Any], Any] | None = None,
+        *,
         logits: bool = True,
     ) -> None:
         self.module, self.head, self.logits = module, head, logits
@@ -257,14 +247,12 @@ class BatchEncoder:
         self._recording = False  # compiled code may hold the hooks after they are removed
         self._calls: list[Call] = []
         self._handles: list[Any] = []
-        self._way: str | None = None  # how the module is run on a batch, once it is known
+        self._way = ""  # how the module is run on a batch, once it is known
 
     def find(self, name: str) -> Any:
         """A part of the module by its dotted name; None if there is none."""
-        part: Any = self.module
-        for attribute in name.split("."):
-            part = getattr(part, attribute, None)
-        return part
+        module: Any = self.module
+        return reduce(lambda part, attribute: getattr(part, attribute, None), name.split("."), module)
 
     @property
     def compiled(self) -> bool:
@@ -335,54 +323,48 @@ class BatchEncoder:
         calls, labels = self.stop(), self.labels_of(batch) if labelled else None
         inputs = batch_inputs(batch) if self._forward is None else batch
         size = num_samples(inputs) if labels is None else len(labels)
-        layers, around = list[Call](), list[Call]()  # the last call first
+        layers, around = list[Call](), list[Call]()  # those of the batch's size, the last call first
         for name, z, outputs in reversed(calls):
             outputs = [output for output in outputs if size in (None, len(output))]
             if outputs and (z is None or size in (None, len(z))):
                 (around if z is None else layers).append(Call(name, z, outputs))
         # of the outermost module; nothing, if a layer ran after it
         returned = around[0].outputs if around and calls[-1].inputs is None else []
-        pair = (
-            self._by_head(layers, returned, [z for call in around for z in call.outputs])
-            if self.by_head
-            else self._by_encoder(layers, around, inputs)
-        )
+        pair: tuple[Tensor, Tensor | None] | None = None
+        if self.by_head:
+            pair = self._by_head(layers, returned, [z for call in around for z in call.outputs])
+        elif around or not self.logits:
+            features = layers[0].outputs[0] if layers else None
+            if not self.records:
+                with evaluating(self.module), torch.no_grad():
+                    features = self._encoder(inputs).detach()
+            if features is not None and features.ndim in (2, 4):
+                pair = pool_features(widened(features)), around[0].outputs[0] if around else None
         if pair is None:
-            shapes = [f"{call.name} {tuple(call.inputs.shape)}" for call in calls[-6:] if call.inputs is not None]
             raise EncodingError(
-                f"the features of {size} samples were not found at {self.head or 'any linear layer'}. Inputs of the "
-                f"layers: {', '.join(shapes) or 'none ran'}. Name the classification layer, behind the pooling, with "
-                "head=, or pass encoder=, forward=lambda module, batch: ..., or fit_loader= with plain batches (x, y). "
-                f"{self._candidates()}"
+                f"the features of {size} samples were not found at {self.head or 'any linear layer'}. Name the layer "
+                "behind the pooling by head=, or pass encoder=, forward=lambda module, batch: ..., or fit_loader= with "
+                f"batches (x, y). {self._candidates()}"
             )
         features, logits = pair
         # one sigmoid output is no distribution over classes: detectors on logits would score all samples alike
         logits = None if logits is None or logits.shape[1] == 1 else widened(logits)
         return Encoded(features, logits, labels, model_input(inputs))
 
-    def _by_encoder(self, layers: list[Call], around: list[Call], inputs: Any) -> tuple[Tensor, Tensor | None] | None:
-        features = layers[0].outputs[0] if layers else None
-        if not self.records:
-            with evaluating(self.module), torch.no_grad():
-                features = self._encoder(inputs).detach()
-        if features is None or features.ndim not in (2, 4) or (self.logits and not around):
-            return None
-        return pool_features(widened(features)), around[0].outputs[0] if around else None
-
     def _by_head(
         self, layers: list[Call], returned: list[Tensor], around: list[Tensor]
     ) -> tuple[Tensor, Tensor] | None:
         """Features and logits at the head, which is the last layer whose output was returned, or else is as wide."""
-        call = next((call for call in layers if call.name == self.head), None)
-        if call is None or not (is_linear(self.find(call.name)) or call.inputs.ndim == 2):  # type: ignore[union-attr]
-            inner = [c for c in layers if c.name != self.head]
-            flat = [c for c in inner if c.inputs.ndim == 2]  # type: ignore[union-attr]
-            widths = {z.shape[1] for z in returned}
-            exact = (c for c in inner for z in returned if _gives(self.find(c.name), c, z))
-            # what was returned may be made of the logits in some other way
-            call = next(exact, next((c for c in flat if not widths or c.outputs[0].shape[1] in widths), None))
-        pair = None if call is None else locate(self.find(call.name), call, around)
-        self.head = self.head if pair is None else call.name  # type: ignore[union-attr]
+        inner = [call for call in layers if call.name != self.head]
+        widths = {z.shape[1] for z in returned}
+        calls = [call for call in layers if call.name == self.head]
+        calls = [call for call in calls if is_linear(self.find(call.name)) or call.inputs.ndim == 2]  # type: ignore[union-attr]
+        calls += [call for call in inner if any(_gives(self.find(call.name), call, z) for z in returned)]
+        # what was returned may be made of the logits in some other way
+        flat = [call for call in inner if call.inputs.ndim == 2]  # type: ignore[union-attr]
+        calls += [call for call in flat if not widths or call.outputs[0].shape[1] in widths]
+        pair = locate(self.find(calls[0].name), calls[0], around) if calls else None
+        self.head = self.head if pair is None else calls[0].name
         return pair
 
     def _candidates(self) -> str:
@@ -402,26 +384,24 @@ class BatchEncoder:
         """
         problems: list[Exception] = []
         ways = self._ways(batch)
-        for way in ways if self._way is None else [self._way]:
+        known = self._way in ways
+        for way in [self._way] if known else ways:
             try:
                 with evaluating(self.module), torch.no_grad(), eagerly():
                     self.start()
                     ways[way]()
                     encoded = self.take(batch, labelled=labelled)
-            except Exception as problem:
-                if self._way is not None:
-                    raise
-                problems.append(problem)
-            else:
                 self._way = way
                 return encoded
+            except Exception as problem:
+                problems.append(problem)
             finally:
                 self.stop()
         error = next((problem for problem in problems if isinstance(problem, EncodingError)), problems[0])
-        if isinstance(error, EncodingError):
+        if known or isinstance(error, EncodingError):
             raise error
         raise EncodingError(
-            f"{type(self.module).__name__} could not be run on a batch of type {type(batch).__name__}. "
+            f"{type(self.module).__name__} could not be run on a {type(batch).__name__}. "
             f"{type(error).__name__}: {error} Pass forward=lambda module, batch: ... and labels=lambda batch: ..."
         ) from error
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
@@ -51,43 +49,44 @@ class Share:
         self, loader: Any, rank: int = 0, world: int = 1, limit: Any = None, *, seed: int = 0, rebuild: bool = True
     ) -> None:
         self.source, self.rank, self.world, self.seed = loader, rank, world, seed
-        # LightningCLI may read 5 as 5.0
-        self.limit: Any = (
-            None if limit == 1.0 and isinstance(limit, float) else int(limit) if limit and limit > 1 else limit
-        )
+        limit = int(limit) if limit is not None and limit > 1 else limit  # LightningCLI may read 5 as 5.0
+        self.limit: Any = None if isinstance(limit, float) and limit == 1 else limit
         self._own, self._size = math.inf, 1  # items of the dataset that count, and in each batch
-        rebuild = is_map_style(loader) and (rebuild or world > 1 or self.limit is not None)
-        self._rebuilt = self._rebuild(loader) if rebuild else None
-
-    def _rebuild(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        self._rebuilt: Any = None
+        if not is_map_style(loader) or not (rebuild or world > 1 or self.limit is not None):
+            return
         whole = loader.batch_sampler is None  # the dataset yields batches
         self._size = 1 if whole else loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 64
-        indices = _dataset_indices(loader)
+        sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        # Lightning wraps a sampler of the user's into a distributed one: dataset -> _sampler
+        while isinstance(sampler, DistributedSampler) and hasattr(sampler.dataset, "_sampler"):
+            sampler = sampler.dataset._sampler
+        indices: Any = getattr(sampler, "indices", None)
+        indices = range(len(loader.dataset)) if indices is None else list(indices)
         if self.limit is not None:
             total = math.ceil(len(indices) / self._size)
-            batches = self.limit * self.world if isinstance(self.limit, int) else math.ceil(self.limit * total)
-            indices = [indices[i] for i in _spread(len(indices), min(len(indices), batches * self._size), self.seed)]
-        mine = indices[self.rank :: self.world]
+            batches = self.limit * world if isinstance(self.limit, int) else math.ceil(self.limit * total)
+            indices = [indices[i] for i in _spread(len(indices), min(len(indices), batches * self._size), seed)]
+        mine = indices[rank::world]
         self._own = len(mine)
         options = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-        return DataLoader(
+        self._rebuilt = DataLoader(
             loader.dataset,
             batch_size=None if whole else self._size,
-            sampler=mine if len(mine) == len(indices[:: self.world]) else [*mine, indices[0]],
+            sampler=mine if len(mine) == len(indices[::world]) else [*mine, indices[0]],
             generator=torch.Generator(),
             **{name: getattr(loader, name) for name in (*options, "prefetch_factor", "persistent_workers")},
         )
 
     def __iter__(self) -> Iterator[tuple[Any, slice]]:
-        if self._rebuilt is not None:
-            self._rebuilt.generator.manual_seed(self.seed)
-        start, step = (0, 1) if isinstance(self.source, DataLoader) else (self.rank, self.world)
-        stop = (
-            math.ceil(self.limit * len(self.source))
-            if isinstance(self.limit, float)
-            else self.limit and self.limit * step
-        )
-        batches = islice(self.source, start, stop, step) if self._rebuilt is None else self._rebuilt
+        batches = self._rebuilt
+        if batches is not None:
+            batches.generator.manual_seed(self.seed)
+        else:
+            start, step = (0, 1) if isinstance(self.source, DataLoader) else (self.rank, self.world)
+            fraction = isinstance(self.limit, float)
+            stop = math.ceil(self.limit * len(self.source)) if fraction else self.limit and self.limit * step
+            batches = islice(self.source, start, stop, step)
         for number, batch in enumerate(batches):
             left = self._own - number * self._size
             yield batch, slice(None) if left >= self._size else slice(max(int(left), 0))
@@ -119,25 +118,13 @@ def training_loader(trainer: Trainer, *, twice: bool) -> DataLoader[Any]:
     Raises:
         EncodingError: if there are several, or a pass would use up an iterable dataset.
     """
-    combined: Any = trainer.fit_loop._combined_loader
-    loaders = [] if combined is None else list(combined.flattened)
-    if len(loaders) == 1 and (is_map_style(loaders[0]) or not twice):
-        return loaders[0]
-    kinds = ", ".join(type(loader).__name__ for loader in loaders) or "none"
+    loader: Any = trainer.train_dataloader
+    if is_map_style(loader) or (isinstance(loader, DataLoader) and not twice):
+        return loader
     raise EncodingError(
-        f"expected one training DataLoader over a map-style dataset, got {kinds}. "
-        "Pass fit_loader=, or give the datamodule a fit_dataloader(); one iterable dataset can do with refit='stream'."
+        f"expected one training DataLoader over a map-style dataset, got {type(loader).__name__}. Pass fit_loader=, or "
+        "give the datamodule a fit_dataloader(); one iterable dataset can do with refit='stream'."
     )
-
-
-def _dataset_indices(loader: DataLoader[Any]) -> Sequence[int]:
-    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    # Lightning wraps a sampler of the user's into a distributed one: dataset -> _sampler
-    while isinstance(sampler, DistributedSampler) and hasattr(sampler.dataset, "_sampler"):
-        sampler = sampler.dataset._sampler
-    indices = getattr(sampler, "indices", None)
-    indices = indices.tolist() if isinstance(indices, Tensor) else indices
-    return indices if isinstance(indices, (list, tuple, range)) else range(len(loader.dataset))  # type: ignore[arg-type]
 
 
 def _spread(total: int, count: int, seed: int) -> list[int]:
@@ -149,17 +136,6 @@ def _spread(total: int, count: int, seed: int) -> list[int]:
 
 
 # -- one pass over a share ---------------------------------------------------------------------------------------------
-
-
-def check_strategy(strategy: Any) -> None:
-    """Refuse a strategy under which the monitor cannot run the network, or would count samples twice."""
-    names = {base.__name__ for base in type(strategy).__mro__}
-    tensor_parallel = "ModelParallelStrategy" in names and strategy.device_mesh["tensor_parallel"].size() > 1
-    if tensor_parallel or names & {"FSDPStrategy", "DeepSpeedStrategy"}:
-        raise ValueError(
-            f"OODMonitor does not work with {type(strategy).__name__} as it is set. Use DDP, or FSDP2 with fully_shard "
-            "and ModelParallelStrategy(tensor_parallel_size=1)."
-        )
 
 
 def runs_together(trainer: Trainer) -> bool:
@@ -185,14 +161,14 @@ def _together(batches: Iterator[Any], trainer: Trainer) -> Iterator[Any]:
 
 def encode_share(
     trainer: Trainer, encoder: BatchEncoder, share: Share, *, labelled: bool = True
-) -> Generator[tuple[Encoded, Tensor], None, None]:
-    """The batches of a share, encoded as the trainer runs them, and the positions of their samples in the set.
+) -> Generator[tuple[Encoded, Tensor, slice], None, None]:
+    """The batches of a share, encoded as the trainer runs them, the positions of their samples, and those that count.
 
     The module and the random states are afterwards as they were. Close the iterator if you leave it early.
     """
     seen, together = 0, runs_together(trainer)
     with visiting(trainer.lightning_module, share.seed), torch.inference_mode(False), torch.no_grad():
-        for batch, counting in _together(iter(share), trainer) if together else share:
+        for batch, keep in _together(iter(share), trainer) if together else share:
             batch = transfer(trainer, batch)
             try:
                 with trainer.precision_plugin.forward_context():
@@ -202,10 +178,7 @@ def encode_share(
                     raise
                 who = f"a forward pass failed on process {trainer.global_rank}, and the others wait for it."
                 raise EncodingError(f"{who} {type(error).__name__}: {error}") from error
-            if counting != slice(None):
-                inputs = apply_to_collection(encoded.inputs, Tensor, lambda tensor, part=counting: tensor[part])
-                encoded = replace(encoded.select(counting), inputs=inputs)
-            yield encoded, torch.arange(seen, seen + len(encoded)) * share.world + share.rank
+            yield encoded, torch.arange(seen, seen + len(encoded)) * share.world + share.rank, keep
             seen += len(encoded)
 
 
@@ -219,11 +192,11 @@ def transfer(trainer: Trainer, batch: Any) -> Any:
 class InputPairs:
     """All data of a share's loader as pairs (x, y), the same on every process, for detectors on inputs."""
 
-    def __init__(self, trainer: Trainer, encoder: BatchEncoder, share: Callable[[Trainer], Share]) -> None:
+    def __init__(self, trainer: Trainer, encoder: BatchEncoder, share: Share) -> None:
         self._trainer, self._encoder, self._share = trainer, encoder, share
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor | None]]:
-        share = self._share(self._trainer)
+        share = self._share
         # limits count the batches of one process
         limit = share.limit * share.world if isinstance(share.limit, int) else share.limit
         for batch, _ in Share(share.source, limit=limit, seed=share.seed):
@@ -248,23 +221,23 @@ class Fit:
         self.metrics: dict[Any, Metric] = {}
         self._errors: dict[Any, Exception] = {}
         for name, adapter in adapters.items():
+            if adapter.fitted_on in (None, Representation.INPUTS):
+                continue
             if adapter.fitted_on is Representation.MOMENTS:
                 metric = adapter.detector.new_moments()  # type: ignore[attr-defined]
                 plain = (bool, int, float, str, type(None))  # its public settings
                 options = {k: v for k, v in vars(metric).items() if not k.startswith("_") and isinstance(v, plain)}
                 key: Any = (type(metric), *sorted(options.items()))
-            elif adapter.fitted_on not in (None, Representation.INPUTS):
-                # all that is made from features shares their rows
+            else:  # all that is made from features shares their rows
                 key = Representation.LOGITS if adapter.fitted_on is Representation.LOGITS else Representation.FEATURES
                 metric = FeatureRows()
-            else:
-                continue
             self.keys[name] = key
             # float64 sums do not exist on MPS
             self.metrics.setdefault(key, metric.to("cpu" if device.type == "mps" else device))
 
-    def update(self, encoded: Encoded, positions: Tensor) -> None:
-        """Add a batch with labels; ``positions`` is the order of its samples over all processes, shape (B,)."""
+    def update(self, encoded: Encoded, positions: Tensor, keep: Tensor | slice = slice(None)) -> None:
+        """Add the samples to keep of a batch; ``positions`` is their order over all processes, shape (B,)."""
+        encoded, positions = encoded.select(keep), positions[keep]
         for key, metric in self.metrics.items() if len(encoded) else ():
             if key not in self._errors:
                 try:
@@ -280,7 +253,7 @@ class Fit:
         self._errors |= {key: error for key in self.metrics if key not in self._errors}
 
     def finish(
-        self, adapters: Mapping[str, Adapter], trainer: Trainer, inputs: InputPairs, seed: int
+        self, adapters: Mapping[str, Adapter], trainer: Trainer, inputs: InputPairs | None, seed: int
     ) -> Iterator[tuple[str, float, Exception | None]]:
         """Fit the detectors: name, seconds, and the error if it failed on any process.
 

@@ -23,7 +23,6 @@ def publish(
     stage: str,
     loggers: Sequence[Any],
     folder: str | PathLike[str] | None,
-    *,
     prefix: str,
     step: int,
 ) -> None:
@@ -50,10 +49,9 @@ def publish(
     for name, figure in figures.items():
         with house_style():
             others = [logger for logger in loggers if not _log_figure(logger, f"{prefix}/{name}", figure, step)]
-        places = [Path(logger.log_dir) for logger in others if getattr(logger, "log_dir", None)]
-        for place in [*places, *([] if folder is None else [Path(folder)])]:
-            place.mkdir(parents=True, exist_ok=True)
-            save_figure(figure, place / name, formats=("png",))
+        for place in filter(None, [folder, *(getattr(logger, "log_dir", None) for logger in others)]):
+            Path(place).mkdir(parents=True, exist_ok=True)
+            save_figure(figure, Path(place) / name, formats=("png",))
     rows = pd.DataFrame([row for row in history if row["stage"] == stage and row["ood"]])
     rows = rows[rows["step"] == rows["step"].iloc[-1]] if len(rows) else rows
     for logger in loggers if len(rows) else ():

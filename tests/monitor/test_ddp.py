@@ -1,11 +1,9 @@
 import math
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import callback_ddp_run
+import config_kit
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,11 +20,8 @@ SETS = {"near": 23, "tiny": 1, "extra": 9, "unknown": 4}
 
 def run(strategy, folder):
     folder.mkdir()
-    path = os.pathsep.join([str(SCRIPT.parent.parent), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "PL_GLOBAL_SEED": "0"}
-    command = [sys.executable, str(SCRIPT), strategy, str(folder)]
     # a hang ends in TimeoutExpired
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    done = config_kit.python(str(SCRIPT), strategy, str(folder), cwd=folder, PL_GLOBAL_SEED="0")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder, [torch.load(f, weights_only=False) for f in sorted(folder.glob("?.pt"))]
 

@@ -80,10 +80,6 @@ def test_a_forward_pass_of_somebody_else_is_recorded_from_the_start_on():
     encoded = encode.take((x, y))
     assert torch.equal(encoded.features, net.body(x))
     assert torch.equal(encoded.logits, net(x))
-    encode.start()
-    net(x[:2])
-    with pytest.raises(EncodingError, match="fit_loader="):
-        encode.take((x, y))
 
 
 Outputs = namedtuple("Outputs", ["logits", "aux_logits"])
@@ -129,11 +125,6 @@ def test_of_tokens_the_one_that_is_classified_is_the_features_or_their_mean(head
     assert torch.equal(features, net.body(batch[0])[torch.arange(B), LENGTHS - 1])
     net, batch = Net(lambda net, z: net.fc(z).flatten(1, -2).mean(1)), images(2, 5, D)
     torch.testing.assert_close(check(net, batch, head), net.body(batch[0]).flatten(1, -2).mean(1))
-
-
-def test_a_convolution_behind_the_pooling_is_a_head_like_any_other():
-    net = nn.Sequential(nn.Conv2d(2, D, 1), nn.AdaptiveAvgPool2d(1), nn.Conv2d(D, K, 1), nn.Flatten())
-    check(net, images(2, 5, 5), None, expected="2")
 
 
 def test_of_a_head_of_several_layers_the_linear_one_is_taken():

@@ -1,13 +1,11 @@
 """Under FSDP2 every forward pass is a matter of all processes: none may run one more than the others."""
 
 import math
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import callback_fsdp_run
+import config_kit
 import pytest
 import torch
 
@@ -17,11 +15,8 @@ SCRIPT = Path(__file__).parents[1] / "callback_fsdp_run.py"
 
 
 def run(scenario, folder):
-    path = os.pathsep.join([str(SCRIPT.parent.parent), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "PL_GLOBAL_SEED": "0"}
-    command = [sys.executable, str(SCRIPT), scenario, str(folder)]
     # a hang ends in TimeoutExpired
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return config_kit.python(str(SCRIPT), scenario, str(folder), cwd=folder, PL_GLOBAL_SEED="0")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """``trainer.predict`` with the monitor: score, p-value and decision of each sample; and what trackers get."""
 
 import resource
+from types import SimpleNamespace
 
 import callback_kit as kit
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from callback_kit import OOD, OTHER, VAL, Classifier, fit, loader, told, trainer, values
+from matplotlib.figure import Figure
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from pytorch_lightning.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
 from rmd_plugin import RMD, OODMonitor
@@ -38,10 +41,7 @@ def test_predictions_are_those_of_the_detectors_of_the_checkpoint(tmp_path):
         np.testing.assert_allclose(table[f"{name}/p_value"], detector.p_value(OTHER[0]), atol=0.03)
         assert (table[f"{name}/is_ood"].to_numpy() == detector.is_ood(OTHER[0]).numpy()).mean() > 0.9
     pd.testing.assert_frame_equal(pd.read_parquet(file), table)
-    assert {name: alarm.count for name, alarm in monitor.drift_alarms.items()} == {
-        "rmd": len(table),
-        "msp": len(table),
-    }
+    assert {name: alarm.count for name, alarm in monitor.drift_alarms.items()} == {"rmd": len(table), "msp": len(table)}
     trainer(None, monitor).predict(module, DataLoader(OTHER[0].repeat(9, 1), 7), ckpt_path=path)
     assert monitor.drift_alarms["rmd"].count == 9 * len(table)
 
@@ -147,6 +147,24 @@ def test_tensorboard_gets_figures(tmp_path):
     events = accumulator.EventAccumulator(str(tmp_path / "logs"), size_guidance={"images": 0})
     events.Reload()
     assert [image.step for image in events.Images("ood/auroc")] == [6, 12]
+
+
+class Images(SimpleNamespace):
+    """Keeps what Comet's and Neptune's experiments are handed."""
+
+    def log_figure(self, figure_name, figure, step):
+        self.handed.append((figure_name, type(figure), step))
+
+    def __getitem__(self, key):
+        return SimpleNamespace(append=lambda figure, step: self.log_figure(key, figure, step))
+
+
+@pytest.mark.parametrize("name", ["CometLogger", "NeptuneLogger"])
+def test_comet_and_neptune_get_figures_through_their_experiments(name):
+    # stand-ins with the interface of Lightning's loggers, whose packages need an account
+    logger = type(name, (DummyLogger,), {"experiment": Images(handed=[])})()
+    fit(monitored(), logger=logger, log_every_n_steps=1)
+    assert logger.experiment.handed == [("ood/histograms-fit", Figure, 6), ("ood/auroc", Figure, 6)]
 
 
 def test_figures_that_cannot_be_saved_do_not_end_the_training(tmp_path):

@@ -7,48 +7,14 @@ import sys
 
 import pytest
 import torch
-from callback_kit import OOD, QUIET, TRAIN, VAL, Net, loader
+from callback_kit import OOD, OPTIONS, QUIET, TRAIN, VAL, Net, classifier, loader
 from omegaconf import OmegaConf
-from torch.nn import functional as F
 
 from rmd_plugin import RMD, OODMonitor
 
 pytestmark = [pytest.mark.filterwarnings(*QUIET), pytest.mark.filterwarnings("ignore:.*GPU available.*")]
 
 ROOTS = ["pytorch_lightning", "lightning.pytorch"]
-OPTIONS = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
-
-def classifier(root):
-    """A class of modules of a root."""
-
-    class Classifier(root.LightningModule):
-        def __init__(self, width: int = 16):
-            super().__init__()
-            torch.manual_seed(1)
-            self.model = Net()
-            self.model.body[3].p = 0.0  # releases of Lightning draw differently when they resume
-
-        def forward(self, x):
-            return self.model(x)
-
-        def training_step(self, batch, batch_idx):
-            return F.cross_entropy(self(batch[0]), batch[1])
-
-        def validation_step(self, batch, batch_idx):
-            self(batch[0])
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    return Classifier
 
 
 @pytest.fixture(params=ROOTS)
@@ -58,6 +24,8 @@ def root(request):
 
 def fit(root, *callbacks, module=None, epochs=1, ckpt_path=None, **options):
     module = classifier(root)() if module is None else module
+    if hasattr(module, "model"):
+        module.model.body[3].p = 0.0  # releases of Lightning draw differently when they resume
     trainer = root.Trainer(**(OPTIONS | {"max_epochs": epochs, "callbacks": list(callbacks)} | options))
     trainer.fit(module, loader(TRAIN), loader(VAL), ckpt_path=ckpt_path)
     return trainer, module

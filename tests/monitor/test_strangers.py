@@ -69,13 +69,7 @@ def test_a_batch_that_nobody_can_read_is_told_at_the_sanity_check():
             raise AssertionError("training has begun")
 
     with pytest.raises(EncodingError, match=r"forward=.*labels="):
-        fit(
-            monitored(),
-            module=Strange(),
-            train=loader(TRAIN),
-            val=dicts(VAL, "strange", "kind"),
-            num_sanity_val_steps=1,
-        )
+        fit(monitored(), module=Strange(), val=dicts(VAL, "strange", "kind"), num_sanity_val_steps=1)
 
 
 class MetaTensor(torch.Tensor):
