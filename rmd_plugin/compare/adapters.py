@@ -253,7 +253,7 @@ def build(factory: Factory, parts: NetworkParts) -> Adapter:
         <Representation.FEATURES: 'features'>
     """
     kind, options = detector_class(factory), getattr(factory, "keywords", {})
-    if kind is None or getattr(factory, "args", ()):
+    if kind is None or getattr(factory, "args", None):
         raise TypeError(f"expected a detector class, or a partial of one with options by name, got {factory}.")
     fed = fed_with(kind)
     if fed is _INPUTS and not parts.differentiable and issubclass(kind, GradientDetector):
@@ -441,7 +441,7 @@ def find_layers(encoder: nn.Module, names: str | Sequence[str], x: Tensor) -> di
     for dims in (3, 2):  # maps and tokens before vectors
         members = [[name for name in family if outputs[name].ndim >= dims] for family in families.values()]
         several = [family for family in members if len(family) > 1]
-        stages = [family for family in several if max(map(sizes.get, family)) < _NEARLY_ALL * total(family)]
+        stages = [family for family in several if max(sizes[name] for name in family) < _NEARLY_ALL * total(family)]
         if stages:
             break
     else:
