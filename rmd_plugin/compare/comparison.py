@@ -140,7 +140,7 @@ class Comparison:
             self.extractor.features(name)
         try:
             self.has_val = bool((self.extractor.features(VAL).labels >= 0).any())
-        except (ValueError, KeyError):
+        except ValueError:
             log.info("There is no validation data; what is fitted on it is fitted on the training data.")
 
     # -- the head -------------------------------------------------------------------------------------------------
