@@ -21,7 +21,6 @@ from tqdm.auto import tqdm
 from rmd_plugin.compare import features, rows
 from rmd_plugin.compare.adapters import Adapter, Encoded, Factory, NetworkParts, NotSupported, Representation, build
 from rmd_plugin.compare.features import TEST, TRAIN, VAL, Extractor, seeded
-from rmd_plugin.compare.intervals import auroc_interval
 from rmd_plugin.compare.metrics import aurc, compare_scores, joint_metrics
 from rmd_plugin.detectors.conformal import Calibrated, Calibration, allowed_alarms, check_level
 from rmd_plugin.detectors.detectors import evaluating
@@ -67,7 +66,7 @@ def compare(
         head: the classifier for detectors that need one: ``own`` (of the backbone), ``linear_probe`` (logistic
             regression on the training features), ``linear_discriminant`` (of their moments), ``auto`` (its own if it
             was loaded and fits, else a probe, or the discriminant where there are only moments), or None.
-        resamples: of the bootstrap interval of AUROC, see :func:`rmd_plugin.compare.intervals.auroc_interval`; 0 for
+        resamples: of the bootstrap interval of AUROC, see :func:`rmd_plugin.compare.rows.auroc_interval`; 0 for
             no interval.
         alpha: share of ID samples that a decision may flag.
         remark: added to the row of the accuracy, for example that the encoder is untrained.
@@ -337,7 +336,7 @@ class Comparison:
                 values = {key: float(value) for key, value in compare_scores(id_scores, ood_scores).items()}
                 values |= joint_metrics(id_scores, ood_scores, right)
                 if self.resamples:
-                    low, high = auroc_interval(scores[TEST], scores[ood], resamples=self.resamples, seed=self.seed)
+                    low, high = rows.auroc_interval(scores[TEST], scores[ood], resamples=self.resamples, seed=self.seed)
                     more |= {"low": low, "high": high}
                 for metric, value in values.items():
                     records.append(self.row(name, metric, value, ood=ood, **(more if metric == rows.AUROC else {})))
