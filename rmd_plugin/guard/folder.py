@@ -52,10 +52,9 @@ _SOURCES = ("checkpoint", "pretrained", "pretrained_head", "load_head", "frozen"
 
 def check_target(folder: Path) -> None:
     """Refuse to write a guard over anything but a guard or an empty folder."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file. Give the name of a folder.")
-    if folder.is_dir() and not (folder / ABOUT).is_file() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty and no guard. Give another folder.")
+    occupied = not folder.is_dir() or (any(folder.iterdir()) and not (folder / ABOUT).is_file())
+    if folder.exists() and occupied:
+        raise ValueError(f"{folder} is neither a guard nor an empty folder. Give another one.")
 
 
 def save(guard: Guard, folder: Path, *, onnx: bool) -> Path:

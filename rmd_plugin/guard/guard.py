@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -18,12 +19,14 @@ from rmd_plugin.backbones.transforms import Tokenise
 from rmd_plugin.detectors.conformal import Calibrated
 from rmd_plugin.detectors.drift import DriftAlarm
 from rmd_plugin.detectors.moments import pool_features, widened
-from rmd_plugin.files import read_picture, upright_rgb
+from rmd_plugin.files import read_picture, require, upright_rgb
 from rmd_plugin.guard import folder as guard_folder
 
 Kind = Literal["images", "texts", "features"]
 Threshold = float | Tensor | Sequence[float]
 
+#: what the hub calls them
+_TASKS = {"images": "image-classification", "texts": "text-classification", "features": "tabular-classification"}
 #: items that go through the network at once if a guard is called with many
 _BATCH = 64
 
@@ -277,8 +280,7 @@ class Guard:
         license: str | None = None,
         private: bool | None = None,
         token: str | None = None,
-        create_pr: bool = False,
-        commit_message: str = "Upload a guard of rmd-plugin",
+        **options: Any,
     ) -> str:
         """Upload the folder of the guard to the Hugging Face hub (extra ``hf``), with a model card.
 
@@ -288,30 +290,38 @@ class Guard:
             license: of the weights, as the hub names it, for example ``apache-2.0``.
             private: whether a new repository is private; None is the default of the account.
             token: by default that of ``hf auth login``.
-            create_pr: open a pull request in place of a commit.
-            commit_message: of the commit.
+            options: of ``huggingface_hub.HfApi.upload_folder``, for example ``commit_message`` or ``create_pr=True``.
 
         Returns:
             Address of the commit, or of the pull request.
         """
-        from rmd_plugin.guard import hub
-
-        return hub.push(
-            self, repo_id, onnx=onnx, license=license, private=private, token=token, create_pr=create_pr,
-            commit_message=commit_message,
-        )  # fmt: skip
+        hub = require("huggingface_hub", "hf", needed_by="push_to_hub")
+        api = hub.HfApi(token=token)
+        repo_id = str(api.create_repo(repo_id, private=private, exist_ok=True).repo_id)  # with the user's name in front
+        metadata = hub.ModelCardData(
+            library_name="rmd-plugin",
+            pipeline_tag=_TASKS[self.kind],
+            tags=["out-of-distribution-detection", "rmd-plugin", "pytorch"],
+            license=license,
+        )
+        with TemporaryDirectory() as folder:
+            path = self.save(Path(folder) / "guard", onnx=onnx)
+            card = (path / guard_folder.CARD).read_text(encoding="utf-8")
+            card = card.replace('Guard.load("FOLDER_OF_THIS_GUARD")', f'Guard.from_pretrained("{repo_id}")')
+            (path / guard_folder.CARD).write_text(f"---\n{metadata.to_yaml()}\n---\n\n{card}", encoding="utf-8")
+            # a file that an earlier guard had, such as model.onnx, would not belong to this one
+            options = {"commit_message": "Upload a guard of rmd-plugin", "delete_patterns": "*", **options}
+            commit = api.upload_folder(repo_id=repo_id, folder_path=path, **options)
+        return str(commit.pr_url or commit.commit_url)
 
     @classmethod
     def from_pretrained(
         cls,
         name: str | os.PathLike[str],
         *,
-        revision: str | None = None,
-        token: str | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        local_files_only: bool = False,
         backbone: nn.Module | None = None,
         device: torch.device | str = "cpu",
+        **options: Any,
     ) -> Self:
         """Load a guard from a folder, or from a repository of the Hugging Face hub (extra ``hf``).
 
@@ -319,17 +329,15 @@ class Guard:
 
         Args:
             name: a folder, or ``USER/NAME``.
-            revision: branch, tag or commit.
-            token: by default that of ``hf auth login``.
-            cache_dir: where downloads are kept; by default the cache of ``huggingface_hub``.
-            local_files_only: use what was downloaded before.
             backbone: as in :meth:`load`.
             device: where it is to run.
+            options: of ``huggingface_hub.snapshot_download``, for example ``revision`` (branch, tag or commit),
+                ``token``, ``cache_dir`` or ``local_files_only=True``.
         """
-        from rmd_plugin.guard import hub
-
-        options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-        return cls.load(hub.download(os.fspath(name), **options), backbone=backbone, device=device)
+        if not Path(name).is_dir():
+            hub = require("huggingface_hub", "hf", needed_by="from_pretrained")
+            name = hub.snapshot_download(os.fspath(name), **options)
+        return cls.load(name, backbone=backbone, device=device)
 
     def to_module(self) -> nn.Module:
         """One graph from raw items to verdicts, for ``torch.export`` and ONNX.
