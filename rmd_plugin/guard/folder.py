@@ -43,9 +43,8 @@ from rmd_plugin.report.run import collect_versions
 if TYPE_CHECKING:
     from rmd_plugin.guard.guard import Guard
 
-WEIGHTS, DETECTOR, CARD, ONNX, ASSETS = (
-    "weights.safetensors", "detector.safetensors", "README.md", "model.onnx", "assets",
-)  # fmt: skip
+WEIGHTS, DETECTOR, ASSETS = "weights.safetensors", "detector.safetensors", "assets"
+CARD, ONNX = "README.md", "model.onnx"
 #: arguments of backbones that say where weights come from: a guard has its own
 _SOURCES = ("checkpoint", "pretrained", "pretrained_head", "load_head", "frozen", "num_classes")
 
@@ -107,7 +106,7 @@ def _about(guard: Guard) -> dict[str, Any]:
         "kind": guard.kind,
         "classes": guard.class_names,
         "alpha": guard.alpha,
-        "threshold": guard.threshold_values,
+        "threshold": guard.threshold,
         "calibration_samples": len(scores),
         "validation_scores": {"edges": edges.tolist(), "counts": counts.tolist()},
         "detector": f"{type(detector).__name__}({options})",

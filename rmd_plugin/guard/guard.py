@@ -162,14 +162,8 @@ class Guard:
         return self.detector.alpha
 
     @property
-    def threshold(self) -> float | Tensor | None:
-        """The score above which an item is flagged; with a calibration per class one for each, shape (K,)."""
-        threshold = self.network.threshold
-        return threshold if threshold is None or threshold.ndim else float(threshold)
-
-    @property
-    def threshold_values(self) -> float | list[float] | None:
-        """The same as plain numbers."""
+    def threshold(self) -> float | list[float] | None:
+        """The score above which an item is flagged; with a calibration per class one for each of the K classes."""
         return None if self.network.threshold is None else self.network.threshold.tolist()
 
     def __repr__(self) -> str:
