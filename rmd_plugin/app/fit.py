@@ -38,8 +38,7 @@ from rmd_plugin.compare.rows import ACCURACY, AUROC, DETECTED, FALSE_ALARMS, at_
 from rmd_plugin.detectors.conformal import Calibrated, bare, required_samples
 from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.guard.export import GuardGraph, require_onnx
-from rmd_plugin.guard.folder import check_target
-from rmd_plugin.guard.guard import Guard
+from rmd_plugin.guard.guard import Guard, check_target
 from rmd_plugin.report.run import current_command
 from rmd_plugin.report.tables import comparison_tables, decision_tables, print_tables
 from rmd_plugin.tables import check_on_moments, table_moments
