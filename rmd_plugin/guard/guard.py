@@ -431,7 +431,7 @@ def check_target(folder: Path) -> None:
     """Refuse to write a guard over anything but a guard or an empty folder."""
     occupied = not folder.is_dir() or (any(folder.iterdir()) and not (folder / ABOUT).is_file())
     if folder.exists() and occupied:
-        raise ValueError(f"{folder} is neither a guard nor an empty folder. Give another one.")
+        raise ValueError(f"{folder} is no guard and not empty. Give another folder.")
 
 
 def _about(guard: Guard) -> dict[str, Any]:

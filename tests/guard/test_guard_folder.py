@@ -129,7 +129,7 @@ def test_a_guard_replaces_a_guard_and_nothing_else(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "dear.jpg").write_text("")
     for path in (tmp_path / "photos", tmp_path / "photos" / "dear.jpg"):
-        with pytest.raises(ValueError, match="empty folder"):
+        with pytest.raises(ValueError, match="not empty"):
             guard.save(path, onnx=False)
     assert sorted(os.listdir(tmp_path)) == ["mine", "photos"]
 
