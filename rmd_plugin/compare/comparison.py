@@ -16,7 +16,6 @@ import torch
 from pytorch_ood.metrics.functional import accuracy
 from scipy.stats import betabinom, binomtest
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from rmd_plugin.compare import features, rows
 from rmd_plugin.compare.adapters import Adapter, Encoded, Factory, NetworkParts, NotSupported, Representation, build
@@ -84,9 +83,7 @@ def compare(
         comparison.encode()
         comparison.choose_head(head, remark)
         built = comparison.build(detectors)
-        shown = None if extractor.progress else True  # None: on a terminal
-        for name, adapter in (bar := tqdm(built.items(), "detectors", unit="detector", leave=False, disable=shown)):
-            bar.set_postfix_str(name)
+        for name, adapter in extractor.bar(built.items(), "detectors"):
             comparison.evaluate(name, adapter)
             if after_each is not None:
                 after_each(comparison)
@@ -122,11 +119,6 @@ class Comparison:
         """The numbers, and the reasons where there are none. See :data:`rmd_plugin.compare.rows.COLUMNS`."""
         return rows.make_rows(self.records)
 
-    @property
-    def num_classes(self) -> int:
-        """K."""
-        return int(self.extractor.benchmark.num_classes)
-
     def row(self, detector: str, metric: str, value: float = math.nan, *, ood: str = "", **more: Any) -> dict[str, Any]:
         """A row of this comparison, see :func:`rmd_plugin.compare.rows.make_row`."""
         distance: Any = "shift" if ood in self.extractor.shifts else self.extractor.distance.get(ood, "")
@@ -147,7 +139,7 @@ class Comparison:
     def choose_head(self, choice: HeadChoice | None, remark: str) -> None:
         """Find the classifier, and note its accuracy and origin."""
         extractor, own = self.extractor, getattr(self.extractor.backbone, "head", None)
-        fits = isinstance(own, nn.Linear) and own.out_features == self.num_classes
+        fits = isinstance(own, nn.Linear) and own.out_features == extractor.num_classes
         loaded = bool(getattr(extractor.backbone, "head_loaded", fits))
         if fits and (choice == "own" or (choice == "auto" and loaded)):
             self.classifier, origin = own, "the backbone's own head" + ("" if loaded else ", untrained")
@@ -155,22 +147,22 @@ class Comparison:
             self.has_logits, origin = True, "logits of the data"
         elif choice == "own":
             raise ValueError(
-                f"head=own, but {self.backbone} has no head for the {self.num_classes} classes of {self.benchmark}. "
-                "Use head=linear_probe, or give checkpoint=FILE with one."
+                f"head=own, but {self.backbone} has no head for the {extractor.num_classes} classes of "
+                f"{self.benchmark}. Use head=linear_probe, or give checkpoint=FILE with one."
             )
         elif choice == "linear_discriminant" or (choice == "auto" and extractor.moments is not None):
             self.classifier = features.linear_discriminant(extractor.train_moments())
             origin = "linear discriminant of the training moments"
         elif choice in ("auto", "linear_probe"):
             train = extractor.features(TRAIN)
-            self.classifier = features.fit_linear_probe(train.features, train.labels, self.num_classes)
+            self.classifier = features.fit_linear_probe(train.features, train.labels, extractor.num_classes)
             origin = "linear probe on the training features"
         elif choice is None:
             origin = "no head"
         else:
             raise ValueError(f"head must be auto, own, linear_probe, linear_discriminant or null, got {choice!r}.")
         self.head = origin = "; ".join(filter(None, [origin, remark]))
-        value, chance = self._accuracy(TEST), 1 / self.num_classes
+        value, chance = self._accuracy(TEST), 1 / extractor.num_classes
         if value is None:
             self.records.append(self.row("", rows.ACCURACY, status="skipped", reason=origin))
             return
@@ -223,7 +215,7 @@ class Comparison:
         embed = getattr(extractor.backbone, "text_embeddings", None)
         return NetworkParts(
             feature_dim=extractor.features(TRAIN).features.shape[1],
-            num_classes=self.num_classes,
+            num_classes=extractor.num_classes,
             encoder=extractor.encoder.to(extractor.device),
             head=self.classifier,
             has_logits=self.has_logits,
@@ -281,7 +273,7 @@ class Comparison:
             with evaluating(extractor.encoder.to(extractor.device)):
                 parts = [adapter.score_values(x.to(extractor.device)).cpu() for x, _ in batches]
         else:
-            size = max(16, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // (self.num_classes * data.features.shape[1])))
+            size = max(16, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // (extractor.num_classes * data.features.shape[1])))
             chunks = (data.select(slice(start, start + size)) for start in range(0, len(data), size))
             parts = [adapter.score(chunk).cpu() for chunk in chunks]
         scores = torch.cat(parts).detach().double().numpy()

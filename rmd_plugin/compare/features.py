@@ -161,6 +161,7 @@ class Extractor:
         progress: show a bar with the time left for every pass, on a terminal.
 
     Attributes:
+        num_classes: K.
         distance: OOD set -> ``near``, ``far`` or, where the benchmark does not say, an empty text.
         shifts: names of the ID sets under a covariate shift, which only some benchmarks have.
         moments: those of the training data, where a benchmark brings them in place of its samples.
@@ -181,6 +182,7 @@ class Extractor:
         self.encoder = cast(nn.Module, getattr(backbone, "encoder", backbone))
         self.batch_size, self.num_workers, self.device = batch_size, num_workers, torch.device(device)
         self.progress = progress
+        self.num_classes: int = benchmark.num_classes
         self.distance: dict[str, str] = benchmark.distance
         self.shifts = list(benchmark.shifts)
         self.moments: Moments | None = getattr(benchmark, "moments", None)
@@ -190,7 +192,7 @@ class Extractor:
         """Moments of the training data, those that the benchmark brings or of their features."""
         if self.moments is not None:
             return self.moments
-        train, metric = self.features(TRAIN), ClassMoments(self.benchmark.num_classes, sync_on_compute=False)
+        train, metric = self.features(TRAIN), ClassMoments(self.num_classes, sync_on_compute=False)
         metric.update(train.features, train.labels)
         return metric.compute()
 
@@ -210,10 +212,10 @@ class Extractor:
             generator=torch.Generator(),
         )
 
-    def bar(self, loader: DataLoader[Any], title: str) -> Iterator[Any]:
-        """The batches of a loader behind a progress bar."""
+    def bar(self, items: Iterable[Any], title: str) -> Iterator[Any]:
+        """Items, such as the batches of a loader, behind a progress bar."""
         # leave=False: a finished bar would stand between the tables; disable=None: only on a terminal
-        return iter(tqdm(loader, desc=title, unit="batch", leave=False, disable=None if self.progress else True))
+        return iter(tqdm(items, desc=title, leave=False, disable=None if self.progress else True))
 
     def features(self, split: str) -> SplitFeatures:
         """Features and labels of a split, computed or read the first time and kept from then on."""

@@ -41,15 +41,13 @@ def compare_scores(id_scores: Tensor, ood_scores: Tensor) -> dict[str, Tensor]:
     if not len(id_scores) or not len(ood_scores):
         raise ValueError(f"there are {len(id_scores)} ID samples and {len(ood_scores)} OOD samples.")
     scores = torch.cat([id_scores, ood_scores])
-    labels = torch.zeros(len(scores), dtype=torch.long, device=scores.device)
-    labels[len(id_scores) :] = -1
-    values = (
-        functional.auroc(scores, labels),
-        functional.aupr(scores, labels, positive="id"),
-        functional.aupr(scores, labels, positive="ood"),
-        functional.fpr_at_tpr(scores, labels, tpr=0.95),
-    )
-    return dict(zip(METRICS, values, strict=True))
+    labels = -(torch.arange(len(scores), device=scores.device) >= len(id_scores)).long()
+    return {
+        AUROC: functional.auroc(scores, labels),
+        "AUPR-IN": functional.aupr(scores, labels, positive="id"),
+        "AUPR-OUT": functional.aupr(scores, labels, positive="ood"),
+        FPR95: functional.fpr_at_tpr(scores, labels, tpr=0.95),
+    }
 
 
 def risk_coverage(scores: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
