@@ -114,6 +114,13 @@ class GuardNetwork(nn.Module):
         return Verdicts(logits, label, nearest, score, p_value, is_ood)
 
 
+class _ChannelsFirst(nn.Module):
+    """Pictures (B, H, W, 3) to (B, 3, H, W)."""
+
+    def forward(self, items: Tensor) -> Tensor:
+        return items.permute(0, 3, 1, 2)
+
+
 class Guard:
     """A classifier that says when it does not know: score, p-value, decision and class of anything that is shown to it.
 
@@ -410,9 +417,15 @@ class Guard:
         Raises:
             ValueError: if a part of it cannot be exported; the message names it.
         """
-        from rmd_plugin.guard.export import GuardGraph
-
-        return GuardGraph(self)
+        if not self.network.exportable:
+            name = type(self.detector.detector).__name__
+            raise ValueError(
+                f"{name} cannot be exported: its scores are computed in Python. Use detector=fused, rmd, msp or "
+                "energy, or write the guard without model.onnx (onnx=false)."
+            )
+        if not isinstance(self.transform, ImageTransform):
+            return self.network.eval()
+        return nn.Sequential(_ChannelsFirst(), self.transform.to_module(), self.network).eval()
 
 
 def _picture(item: Any) -> Image.Image | Tensor:

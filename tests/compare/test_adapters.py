@@ -56,35 +56,22 @@ def parts(data):
 
 
 # the detector on features <-> the same on the network, as the framework documents it
+ON_NETWORK = {
+    ("MaxSoftmax", "EnergyBased", "GEN", "KLMatching", "OpenMax", "TemperatureScaling", "ODIN"): lambda kind, n: kind(
+        n
+    ),
+    ("KNN", "GMM", "Mahalanobis", "RMD", "MahalanobisODIN", RMD): lambda kind, n: kind(n.features),
+    ("SHE", "fDBD", "NNGuide", "NCI", "PNML", "LTS", FusedRMD): lambda kind, n: kind(n.features, n.fc),
+    ("ReAct", "ASH", "SCALE", "VRA"): lambda kind, n: kind(n.maps, n.from_maps),
+    ("ViM",): lambda kind, n: kind(n.features, d=6, w=n.fc.weight, b=n.fc.bias),
+    ("GradNorm",): lambda kind, n: kind(n, param_filter=lambda name: name == "fc.weight"),
+    ("GradUncertainty",): lambda kind, n: kind(n, param_filter=lambda name: name.startswith("fc")),
+    ("NACUE",): lambda kind, n: kind(n, layers=[n.body]),
+}
 BUILT = {
-    framework.MaxSoftmax: lambda n: framework.MaxSoftmax(n),
-    framework.EnergyBased: lambda n: framework.EnergyBased(n),
-    framework.GEN: lambda n: framework.GEN(n),
-    framework.KLMatching: lambda n: framework.KLMatching(n),
-    framework.OpenMax: lambda n: framework.OpenMax(n),
-    framework.TemperatureScaling: lambda n: framework.TemperatureScaling(n),
-    framework.KNN: lambda n: framework.KNN(n.features),
-    framework.ViM: lambda n: framework.ViM(n.features, d=6, w=n.fc.weight, b=n.fc.bias),
-    framework.SHE: lambda n: framework.SHE(n.features, n.fc),
-    framework.fDBD: lambda n: framework.fDBD(n.features, n.fc),
-    framework.NNGuide: lambda n: framework.NNGuide(n.features, n.fc),
-    framework.NCI: lambda n: framework.NCI(n.features, n.fc),
-    framework.GMM: lambda n: framework.GMM(n.features),
-    framework.PNML: lambda n: framework.PNML(n.features, n.fc),
-    framework.LTS: lambda n: framework.LTS(n.features, n.fc),
-    framework.Mahalanobis: lambda n: framework.Mahalanobis(n.features),
-    framework.RMD: lambda n: framework.RMD(n.features),
-    framework.ReAct: lambda n: framework.ReAct(n.maps, n.from_maps),
-    framework.ASH: lambda n: framework.ASH(n.maps, n.from_maps),
-    framework.SCALE: lambda n: framework.SCALE(n.maps, n.from_maps),
-    framework.VRA: lambda n: framework.VRA(n.maps, n.from_maps),
-    framework.GradNorm: lambda n: framework.GradNorm(n, param_filter=lambda name: name == "fc.weight"),
-    framework.GradUncertainty: lambda n: framework.GradUncertainty(n, param_filter=lambda name: name.startswith("fc")),
-    framework.NACUE: lambda n: framework.NACUE(n, layers=[n.body]),
-    framework.ODIN: lambda n: framework.ODIN(n),
-    framework.MahalanobisODIN: lambda n: framework.MahalanobisODIN(n.features),
-    RMD: lambda n: RMD(n.features),
-    FusedRMD: lambda n: FusedRMD(n.features, n.fc),
+    kind: functools.partial(make, kind)
+    for names, make in ON_NETWORK.items()
+    for kind in (getattr(framework, name) if isinstance(name, str) else name for name in names)
 }
 
 
