@@ -121,7 +121,7 @@ class Comparison:
 
     def row(self, detector: str, metric: str, value: float = math.nan, *, ood: str = "", **more: Any) -> dict[str, Any]:
         """A row of this comparison, see :func:`rmd_plugin.compare.rows.make_row`."""
-        distance: Any = "shift" if ood in self.extractor.shifts else self.extractor.distance.get(ood, "")
+        distance = "shift" if ood in self.extractor.shifts else self.extractor.distance.get(ood, "")
         about = (self.benchmark, ood, self.backbone, detector, self.seed, metric, value)
         return rows.make_row(*about, distance=distance, **more)
 

@@ -16,7 +16,6 @@ import pandas as pd  # type: ignore[import-untyped]
 
 from rmd_plugin.files import replacing
 
-Distance = Literal["", "near", "far", "shift"]
 Status = Literal["ok", "failed", "skipped"]
 
 #: names of the metrics, as :class:`pytorch_ood.metrics.OODMetrics` calls them
@@ -38,6 +37,8 @@ SHIFT_ACCURACY, SHIFT_ALARMS = "ACC_shift", "false_alarms_shift"
 COLUMNS = [
     "benchmark", "ood", "backbone", "detector", "seed", "metric", "value", "distance", "low", "high", "status", "reason"
 ]  # fmt: skip
+#: of what a row need not say
+_DEFAULTS = {"distance": "", "low": math.nan, "high": math.nan, "status": "ok", "reason": ""}
 _NUMBERS = ("value", "low", "high")
 _TYPES = {**dict.fromkeys(COLUMNS, object), "seed": int, **dict.fromkeys(_NUMBERS, float)}
 
@@ -52,22 +53,11 @@ _KEEP_BYTES = 2**28
 
 
 def make_row(
-    benchmark: str,
-    ood: str,
-    backbone: str,
-    detector: str,
-    seed: int,
-    metric: str,
-    value: float = math.nan,
-    *,
-    distance: Distance = "",
-    low: float = math.nan,
-    high: float = math.nan,
-    status: Status = "ok",
-    reason: str = "",
+    benchmark: str, ood: str, backbone: str, detector: str, seed: int, metric: str, value: float = math.nan, **more: Any
 ) -> dict[str, Any]:
-    """One row, for :func:`make_rows`: one number, and what it belongs to."""
-    return {**locals(), "reason": " ".join(reason.split())}
+    """One row, for :func:`make_rows`: one number, and what it belongs to; ``more`` are other columns."""
+    row = _DEFAULTS | locals() | more
+    return {name: " ".join(row[name].split()) if name == "reason" else row[name] for name in COLUMNS}
 
 
 def make_rows(records: Iterable[Mapping[str, Any]] = ()) -> pd.DataFrame:
