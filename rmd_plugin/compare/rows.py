@@ -56,7 +56,7 @@ def make_row(
     benchmark: str, ood: str, backbone: str, detector: str, seed: int, metric: str, value: float = math.nan, **more: Any
 ) -> dict[str, Any]:
     """One row, for :func:`make_rows`: one number, and what it belongs to; ``more`` are other columns."""
-    row = _DEFAULTS | locals() | more
+    row: dict[str, Any] = _DEFAULTS | locals() | more
     return {name: " ".join(row[name].split()) if name == "reason" else row[name] for name in COLUMNS}
 
 
