@@ -1,71 +1,40 @@
 """A benchmark of a few vectors and a small network, for tests that need both."""
 
+import numpy as np
 import torch
-from pytorch_ood.benchmark import Benchmark
 from torch import nn
-from torch.utils.data import Dataset
 
-from rmd_plugin.compare.features import fingerprint
+from rmd_plugin.benchmarks import OODBenchmark, OODSet, Parts, Split, TensorRows
 
 WIDTH, CLASSES = 6, 3
 
 
-class Vectors(Dataset):
-    """Vectors and labels behind a transform, as the splits of our benchmarks are."""
-
-    def __init__(self, x, y, transform=None):
-        self.x, self.y, self.transform = x, y, transform
-
-    def __len__(self):
-        return len(self.y)
-
-    def __getitem__(self, index):
-        x = self.x[index]
-        return (x if self.transform is None else self.transform(x)), int(self.y[index])
-
-    def with_transform(self, transform):
-        return Vectors(self.x, self.y, transform)
-
-    def digest(self):
-        return fingerprint([self.x, self.y])
+def vectors(x, y):
+    """Vectors and labels as a split."""
+    return Split(TensorRows(x.numpy()), y)
 
 
-class Tiny(Benchmark):
+class Tiny(OODBenchmark):
     """Three classes; ``near`` lies between them, ``far`` lies far away."""
 
-    num_classes = CLASSES
-    ood_names = ("near", "far")
-    class_names = ("a", "b", "c")
-    distance = {"near": "near", "far": "far"}  # noqa: RUF012
+    name = "tiny"
 
-    def __init__(self, seed=0, count=240):
-        generator = torch.Generator().manual_seed(seed)
+    def load(self):
+        generator = torch.Generator().manual_seed(self.seed)
 
         def draw(n, centre):
             return torch.randn(n, WIDTH, generator=generator) + centre
 
-        centres = 4 * torch.eye(CLASSES, WIDTH)
-        y = torch.arange(count) % CLASSES
-        self.parts = {
-            "train": Vectors(draw(count, centres[y]), y),
-            "val": Vectors(draw(90, centres[y[:90]]), y[:90]),
-            "test": Vectors(draw(60, centres[y[:60]]), y[:60]),
-            "near": Vectors(draw(50, centres.mean(0)), torch.full((50,), -1)),
-            "far": Vectors(draw(40, torch.full((WIDTH,), 9.0)), torch.full((40,), -1)),
-        }
+        centres, y = 4 * torch.eye(CLASSES, WIDTH), torch.arange(240) % CLASSES
+        train, val, test = (vectors(draw(n, centres[y[:n]]), y[:n]) for n in (240, 90, 60))
+        near = vectors(draw(50, centres.mean(0)), np.full(50, -1))
+        far = vectors(draw(40, torch.full((WIDTH,), 9.0)), np.full(40, -1))
+        return Parts(["a", "b", "c"], train, test, [OODSet("near", "near", near), OODSet("far", "far", far)], val=val)
 
-    def train_set(self):
-        return self.parts["train"]
-
-    fit_set = train_set
-
-    def val_set(self):
-        return self.parts["val"]
-
-    def test_sets(self, known=True, unknown=True):
-        if known and unknown:
-            return [self.parts["test"] + self.parts[name] for name in self.ood_names]
-        return [self.parts["test"]] if known else [self.parts[name] for name in self.ood_names]
+    def items(self, name):
+        """The vectors of ``test`` or of an OOD set."""
+        split = self.test_in if name == "test" else self.test_oods[self.ood_names.index(name)]
+        return torch.from_numpy(split.source.items)
 
 
 class TinyNet(nn.Module):

@@ -37,9 +37,8 @@ from rmd_plugin.compare.metrics import compare_scores
 from rmd_plugin.compare.rows import ACCURACY, AUROC, DETECTED, FALSE_ALARMS, at_level, make_row, select, unique
 from rmd_plugin.detectors.conformal import Calibrated, bare, required_samples
 from rmd_plugin.detectors.moments import Moments
-from rmd_plugin.guard.export import GuardGraph, require_onnx
-from rmd_plugin.guard.folder import check_target
-from rmd_plugin.guard.guard import Guard
+from rmd_plugin.guard.export import require_onnx
+from rmd_plugin.guard.guard import Guard, check_target
 from rmd_plugin.report.run import current_command
 from rmd_plugin.report.tables import comparison_tables, decision_tables, print_tables
 from rmd_plugin.tables import check_on_moments, table_moments
@@ -74,7 +73,7 @@ def fit(cfg: DictConfig) -> Guard:
         calibrate_by_folds(cfg, extractor, result, *detectors.items())
     guard = make_guard(extractor, result, next(iter(detectors)))
     if onnx:
-        GuardGraph(guard)  # a detector that cannot be exported is refused before anything is written
+        guard.to_module()  # a detector that cannot be exported is refused before anything is written
     guard.about |= {"command": current_command("rmd-fit"), "seed": cfg.seed, "preprocessing_in_words": preprocessing}
     guard.save(out, onnx=onnx)
     print_tables(comparison_tables(result.rows) + decision_tables(result.rows))

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
@@ -96,15 +95,8 @@ _FED: Mapping[type | tuple[type, ...], Representation] = {
     Detector: _INPUTS,
 }
 
-#: methods that fit and score
-_METHODS: Mapping[Representation, tuple[str, str]] = {
-    _MOMENTS: ("fit_features", "predict_features"),
-    _FEATURES: ("fit_features", "predict_features"),
-    _MAPS: ("fit_feature_maps", "predict_feature_maps"),
-    _LOGITS: ("fit_logits", "predict_logits"),
-    _HEAD: ("fit", "predict"),
-    _INPUTS: ("fit", "predict"),
-}
+#: what the names of the methods that fit and score end with
+_ENDINGS = {_MOMENTS: "_features", _FEATURES: "_features", _MAPS: "_feature_maps", _LOGITS: "_logits"}
 
 #: fitted on held-out data, as the framework's own benchmark script does
 _CALIBRATED = (framework.TemperatureScaling, framework.KLMatching)
@@ -142,7 +134,7 @@ class Adapter:
                 pairs = TensorDataset(values, labels)
                 detector.fit(DataLoader(pairs, _HEAD_BATCH, generator=torch.Generator()))
             else:
-                getattr(detector, _METHODS[self.fitted_on][0])(values, labels)
+                getattr(detector, f"fit{_ENDINGS[self.fitted_on]}")(values, labels)
         raise_if_interrupted(detector)
 
     def score(self, encoded: Encoded) -> Tensor:
@@ -151,7 +143,7 @@ class Adapter:
 
     def score_values(self, values: Any) -> Tensor:
         """OOD scores of what :func:`take` gives."""
-        predict = getattr(self.detector, _METHODS[self.scored_on][1])
+        predict = getattr(self.detector, f"predict{_ENDINGS.get(self.scored_on, '')}")
         if self.scored_on not in (_HEAD, _INPUTS):
             with torch.no_grad():
                 return predict(values)
@@ -197,7 +189,7 @@ def has_head(detector: Detector) -> bool:
 def give_head(detector: Detector, parts: NetworkParts) -> None:
     """Give such a detector the head that there is."""
     if parts.head is not None:
-        bare(detector).head = _head(parts).requires_grad_(False)  # type: ignore[attr-defined]
+        bare(detector).head = deepcopy(parts.head).requires_grad_(False)  # type: ignore[attr-defined]
 
 
 def fed_with(kind: type[Detector]) -> Representation:
@@ -260,12 +252,9 @@ def build(factory: Factory, parts: NetworkParts) -> Adapter:
         >>> build(RMD, NetworkParts(feature_dim=8, num_classes=2)).scored_on
         <Representation.FEATURES: 'features'>
     """
-    kind = detector_class(factory)
-    if kind is None:
-        raise TypeError(f"expected a detector class, or a partial of one, got {factory}.")
-    options = factory.keywords if isinstance(factory, functools.partial) else {}
-    if getattr(factory, "args", ()):
-        raise TypeError(f"give the options of {kind.__name__} by name, got {factory}.")
+    kind, options = detector_class(factory), getattr(factory, "keywords", {})
+    if kind is None or getattr(factory, "args", None):
+        raise TypeError(f"expected a detector class, or a partial of one with options by name, got {factory}.")
     fed = fed_with(kind)
     if fed is _INPUTS and not parts.differentiable and issubclass(kind, GradientDetector):
         raise NotSupported("needs gradients with respect to the inputs, which are no real numbers here")
@@ -301,105 +290,75 @@ def _arguments(
     Raises:
         NotSupported: if it needs something else.
     """
+    if fed is _INPUTS and parts.encoder is None and parts.model is None:
+        raise NotSupported(_MISSING["encoder"])
+    if parts.head is None and (fed is _HEAD or (fed is _LOGITS and not parts.has_logits)):
+        raise NotSupported(_MISSING["head"])
+    values = _values(parts, fed)
     # null in a config: as the backbone has it
-    arguments = {name: value for name, value in options.items() if value is not None or name not in _PROVIDERS}
+    arguments = {name: value for name, value in options.items() if value is not None or name not in values}
     if issubclass(kind, framework.NACUE):
         # as NAC wants it: on the penultimate layer, from features
         watch = _Watch()
-        arguments.update(model=nn.Sequential(watch, _head(parts)).eval(), layers=[watch])
+        arguments.update(model=nn.Sequential(watch, values["head"]).eval(), layers=[watch])
     elif issubclass(kind, framework.GradNorm):
         # as in its paper: the weight of the last layer, which is the model it gets
         arguments.setdefault("param_filter", lambda name: name.endswith("weight"))
     elif issubclass(kind, _ON_LAYERS):
-        arguments |= _layer_by_layer(kind, parts, arguments.pop("layers", None) or "auto")
-    elif fed is _LOGITS and not parts.has_logits:
-        _head(parts)
+        arguments |= _layer_by_layer(kind, parts, values["model"], arguments.pop("layers", None) or "auto")
     parameters = parameters_of(kind)
-    optional = {*_HYPERPARAMETERS}
+    optional = {"d", "components"}  # which a detector with a default knows better itself
     if {"head", "w"} <= parameters.keys():  # two ways to give a head: one will do
         optional |= {"head", "b"} if "w" in arguments else {"w", "b"}
     for name, parameter in parameters.items():
-        if name in arguments:
-            continue
         required = parameter.default is parameter.empty
-        if not required and name in optional:
+        if name in arguments or (name in optional and not required):
             continue
-        if name in _PROVIDERS:
-            try:
-                value = _PROVIDERS[name](parts, fed)
-            except NotSupported:
-                if required:
-                    raise
-                continue
-            if value is not None or required:
-                arguments[name] = value
+        if values.get(name) is not None:
+            arguments[name] = values[name]
+        elif required and fed is not _INPUTS and name in ("encoder", "backbone", "model"):
+            arguments[name] = None  # it is handed what they would give
         elif required:
-            raise NotSupported(f"needs {name}, which no backbone gives: set it in the detector's config")
+            needed = f"needs {name}, which no backbone gives: set it in the detector's config"
+            raise NotSupported(_MISSING.get(name, needed))
     return arguments
 
 
-#: part -> why a detector that needs it is not supported without it
+_NO_HEAD = "needs a classifier, and there is no linear head: head=linear_probe fits one"
+#: parameter -> why a detector that needs it is not supported without it
 _MISSING = {
     "encoder": "needs the inputs and the network, only features are there",
-    "head": "needs a classifier, and there is no linear head: head=linear_probe fits one",
-    "feature_dim": "needs the number of features, which nobody tells here",
-    "num_classes": "needs the number of classes, which nobody tells here",
+    **dict.fromkeys(("head", "w", "b", "model"), _NO_HEAD),
     "text_embeddings": "needs text embeddings of the class names, from a vision-language backbone",
-    "class_weights": "needs class weights, which come from training with the VOS loss",
+    "weights": "needs class weights, which come from training with the VOS loss",
 }
 
 
-def _need(parts: NetworkParts, name: str) -> Any:
-    value = getattr(parts, name, None)
-    if value is None:
-        raise NotSupported(_MISSING[name])
-    return value
-
-
-def _head(parts: NetworkParts) -> nn.Linear:
-    # a copy: detectors move, and some change, what they are given
-    return deepcopy(_need(parts, "head"))
-
-
-def _head_on(parts: NetworkParts, fed: Representation) -> nn.Module:
-    return nn.Sequential(nn.Flatten(1), _head(parts)) if fed is _MAPS else _head(parts)
-
-
-def _bias(parts: NetworkParts, _fed: Representation) -> Tensor:
-    head = _head(parts)
-    return torch.zeros(head.out_features) if head.bias is None else head.bias.detach()
-
-
-def _model(parts: NetworkParts, fed: Representation) -> nn.Module | None:
-    if fed is _LOGITS:
-        return None  # logits are handed over as they are
-    if fed is _HEAD:
-        return _head(parts)
-    return nn.Sequential(_need(parts, "encoder"), _head(parts)).eval() if parts.model is None else parts.model
-
-
-#: parameter of a detector -> where its value comes from
-_PROVIDERS: Mapping[str, Callable[[NetworkParts, Representation], Any]] = {
-    "encoder": lambda parts, fed: _need(parts, "encoder") if fed is _INPUTS else None,
-    "backbone": lambda parts, _: None,
-    "model": _model,
-    "head": _head_on,
-    "w": lambda parts, _: _head(parts).weight.detach(),
-    "b": _bias,
-    # the framework's documentation has 64 for D = 128; a smaller D keeps the half
-    "d": lambda parts, _: max(1, min(64, _need(parts, "feature_dim") // 2)),
-    # as many directions as classes can differ in; the paper's best, found on test data, was 76 for 100 classes
-    "components": lambda parts, _: max(1, min(_need(parts, "num_classes") - 1, _need(parts, "feature_dim"))),
-    "num_classes": lambda parts, _: _need(parts, "num_classes"),
-    "norm_std": lambda parts, _: parts.norm_std,
-    "seed": lambda parts, _: parts.seed,
-    "progress": lambda parts, _: parts.progress,
-    "text_embeddings": lambda parts, _: _need(parts, "text_embeddings"),
-    "weights": lambda parts, _: _need(parts, "class_weights"),
-}
-
-#: what a detector knows better itself, if it has a default
-_HYPERPARAMETERS = ("d", "components")
+def _values(parts: NetworkParts, fed: Representation) -> dict[str, Any]:
+    """What there is for each parameter that detectors may have; None for what there is not."""
+    head = deepcopy(parts.head)  # detectors move, and some change, what they are given
+    network, width, classes = parts.model, parts.feature_dim, parts.num_classes
+    values: dict[str, Any] = dict.fromkeys(("backbone", "w", "b", "d", "components", "weights"))
+    if head is not None:
+        bias = torch.zeros(head.out_features) if head.bias is None else head.bias.detach()
+        values |= {"w": head.weight.detach(), "b": bias}
+        if network is None and parts.encoder is not None:
+            network = nn.Sequential(parts.encoder, head)
+    if width is not None:
+        # the framework's documentation has 64 for D = 128; a smaller D keeps the half
+        values["d"] = max(1, min(64, width // 2))
+        # as many directions as classes can differ in; the paper's best, found on test data, was 76 for 100 classes
+        values["components"] = classes and max(1, min(classes - 1, width))
+    return values | {
+        "encoder": parts.encoder if fed is _INPUTS else None,
+        "model": {_LOGITS: None, _HEAD: head}.get(fed, network),  # logits are handed over as they are
+        "head": nn.Sequential(nn.Flatten(1), head) if head is not None and fed is _MAPS else head,
+        "num_classes": classes,
+        "norm_std": parts.norm_std,
+        "seed": parts.seed,
+        "progress": parts.progress,
+        "text_embeddings": parts.text_embeddings,
+    }
 
 
 class _Watch(nn.Module):
@@ -410,20 +369,25 @@ class _Watch(nn.Module):
 
 
 # -- inner layers, for the framework's detectors on them --------------------------------------------------------------
+#
+# By hooks and not by torchvision's create_feature_extractor: torch.fx cannot trace the networks of transformers, nor
+# ours for genomes, and RankFeat needs the way from changed maps to the logits, which an extractor does not give.
 
 #: a module with a larger share of the parameters is the network itself, in a wrapper, rather than one of its stages
 _NEARLY_ALL = 0.95
 
 
-def _layer_by_layer(kind: type[Detector], parts: NetworkParts, names: str | Sequence[str]) -> dict[str, Any]:
+def _layer_by_layer(
+    kind: type[Detector], parts: NetworkParts, network: nn.Module | None, names: str | Sequence[str]
+) -> dict[str, Any]:
     """The network in the parts that a detector on inner layers calls one after the other."""
-    encoder = _need(parts, "encoder")
-    if parts.sample is None:
+    if parts.encoder is None or parts.sample is None:
         raise NotSupported("needs feature maps of inner layers, which nobody keeps here")
-    layers = find_layers(encoder, names, parts.sample)
+    layers = find_layers(parts.encoder, names, parts.sample)
     if issubclass(kind, framework.MultiMahalanobis):  # has no use for a classifier
-        return {"model": LayerChain(encoder, layers).links}
-    network = cast(nn.Module, _model(parts, _INPUTS))
+        return {"model": LayerChain(parts.encoder, layers).links}
+    if network is None:
+        raise NotSupported(_NO_HEAD)
     if issubclass(kind, framework.Gram):
         chain = LayerChain(network, layers)
         return {"head": chain.head, "feature_layers": chain.links}
@@ -437,7 +401,7 @@ def _layer_by_layer(kind: type[Detector], parts: NetworkParts, names: str | Sequ
 
 
 def find_layers(encoder: nn.Module, names: str | Sequence[str], x: Tensor) -> dict[str, nn.Module]:
-    """Layers of an encoder by name, in order.
+    """Layers of an encoder that take part in its forward pass, by name, in order.
 
     Args:
         encoder: any network.
@@ -456,47 +420,45 @@ def find_layers(encoder: nn.Module, names: str | Sequence[str], x: Tensor) -> di
         ['0', '1']
     """
     modules = {name: module for name, module in encoder.named_modules() if name}
+    with evaluating(encoder):
+        _, outputs = _run_recording(encoder, modules, x)
+    modules = {name: module for name, module in modules.items() if name in outputs}
     if names != "auto":
         patterns = [names] if isinstance(names, str) else names
         chosen = [name for pattern in patterns for name in modules if _matches(name, pattern)]
         if not chosen:
-            raise NotSupported(f"needs inner layers, and {type(encoder).__name__} has none named {names}")
+            raise NotSupported(f"needs inner layers, and {type(encoder).__name__} runs none named {names}")
         return {name: modules[name] for name in chosen}
-    with evaluating(encoder), torch.no_grad(), _recording(modules) as outputs:
-        encoder(x)
-    sizes = {name: sum(weight.numel() for weight in modules[name].parameters()) for name in outputs}
+    sizes = {name: sum(weight.numel() for weight in module.parameters()) for name, module in modules.items()}
     families: dict[str, list[str]] = {}
-    for name in outputs:
-        if re.search(r"\d$", name):
+    for name in modules:
+        if name[-1].isdigit():
             families.setdefault(name.rstrip("0123456789"), []).append(name)
-    stages: list[str] = []
+
+    def total(family: list[str]) -> int:
+        return sum(sizes[name] for name in family)
+
     for dims in (3, 2):  # maps and tokens before vectors
-        for family in families.values():
-            members = [name for name in modules if name in family and outputs[name].ndim >= dims]
-            counts, most = [sizes[name] for name in members], sum(sizes[name] for name in stages)
-            # the first of equal ones is the outermost
-            if len(members) > 1 and sum(counts) > most and max(counts) < _NEARLY_ALL * sum(counts):
-                stages = members
+        members = [[name for name in family if outputs[name].ndim >= dims] for family in families.values()]
+        several = [family for family in members if len(family) > 1]
+        stages = [family for family in several if max(sizes[name] for name in family) < _NEARLY_ALL * total(family)]
         if stages:
             break
     else:
         raise NotSupported(f"needs inner layers: name those of {type(encoder).__name__}, whose stages nothing tells")
-    areas = [outputs[name].shape[2:] if outputs[name].ndim == 4 else () for name in stages]
+    largest = max(stages, key=total)  # the first of equal ones is the outermost
+    areas = [outputs[name].shape[2:] if outputs[name].ndim == 4 else () for name in largest]
     if len(set(areas)) == 1:  # one size: of those without parameters nothing new comes
-        return {name: modules[name] for name in stages if sizes[name]}
-    return {name: modules[name] for name in dict(zip(areas, stages, strict=True)).values()}
+        return {name: modules[name] for name in largest if sizes[name]}
+    return {name: modules[name] for name in dict(zip(areas, largest, strict=True)).values()}
 
 
 def _matches(name: str, pattern: str) -> bool:
     return name.count(".") == pattern.count(".") and all(map(fnmatchcase, name.split("."), pattern.split(".")))
 
 
-@contextmanager
-def _recording(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Record what layers give while the block runs.
-
-    By hooks, since torch.fx, which torchvision's feature extraction needs, cannot trace every network.
-    """
+def _run_recording(network: nn.Module, layers: Mapping[str, nn.Module], x: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a network gives, and what its layers give on the way, as far as they are called."""
     outputs: dict[str, Tensor] = {}
 
     def record(name: str, module: nn.Module, _: Any, output: Any) -> None:
@@ -504,12 +466,10 @@ def _recording(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.ndim > 1:
             outputs[name] = tensor.detach().clone()  # the network may go on in place
 
-    handles = [layer.register_forward_hook(functools.partial(record, name)) for name, layer in layers.items()]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(functools.partial(record, name)))
+        return network(x), outputs
 
 
 class LayerChain:
@@ -533,29 +493,22 @@ class LayerChain:
         self.network, self.layers = network, dict(layers)
         self.links = [_Call(network, functools.partial(self._link, name)) for name in layers]
         self.head = _Call(network, self._logits)
-        self._inputs: Any = None
         self._maps: dict[str, Tensor] = {}
-        self._output: Tensor | None = None
 
     def _link(self, name: str, x: Any) -> Tensor:
         if name == next(iter(self.layers)):
-            with torch.no_grad(), _recording(self.layers) as outputs:
-                self._inputs, self._output = x, self.network(x)
-            if silent := self.layers.keys() - outputs.keys():
-                raise EncodingError(f"{', '.join(silent)} took no part in the forward pass. Name other layers.")
+            self._inputs = x
+            self._output, outputs = _run_recording(self.network, self.layers, x)
             self._maps = {name: _as_maps(layer, outputs[name]) for name, layer in self.layers.items()}
         return self._maps[name]
 
     def _logits(self, maps: Tensor) -> Tensor:
         name, layer = list(self.layers.items())[-1]
-        if maps is self._maps[name] and self._output is not None:
+        if maps is self._maps[name]:
             return self._output
-        handle = layer.register_forward_hook(lambda module, _, output: _as_output(module, maps, output))
-        try:
-            with torch.no_grad():
-                return self.network(self._inputs)
-        finally:
-            handle.remove()
+        replace = layer.register_forward_hook(lambda module, _, output: _as_output(module, maps, output))
+        with torch.no_grad(), replace:
+            return self.network(self._inputs)
 
 
 def _has_channels_first(layer: nn.Module) -> bool:

@@ -6,8 +6,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -17,37 +16,11 @@ import torch
 from pytorch_ood.metrics.functional import accuracy
 from scipy.stats import betabinom, binomtest
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from rmd_plugin.compare import features, rows
 from rmd_plugin.compare.adapters import Adapter, Encoded, Factory, NetworkParts, NotSupported, Representation, build
-from rmd_plugin.compare.features import (
-    TEST,
-    TRAIN,
-    VAL,
-    Extractor,
-    fit_linear_probe,
-    head_logits,
-    linear_discriminant,
-    seeded,
-)
-from rmd_plugin.compare.intervals import auroc_interval
+from rmd_plugin.compare.features import TEST, TRAIN, VAL, Extractor, seeded
 from rmd_plugin.compare.metrics import aurc, compare_scores, joint_metrics
-from rmd_plugin.compare.rows import (
-    ACCURACY,
-    AURC,
-    AUROC,
-    DETECTED,
-    FALSE_ALARMS,
-    FIT_SECONDS,
-    SCORE_SECONDS,
-    SHIFT_ACCURACY,
-    SHIFT_ALARMS,
-    THRESHOLD,
-    Distance,
-    at_level,
-    make_row,
-    make_rows,
-)
 from rmd_plugin.detectors.conformal import Calibrated, Calibration, allowed_alarms, check_level
 from rmd_plugin.detectors.detectors import evaluating
 from rmd_plugin.detectors.moments import NumericalWarning
@@ -61,24 +34,6 @@ _CHUNK_ELEMENTS = 2**27
 _CHUNK_ROWS = 4096
 #: probability, if test and calibration data are alike, below which so many false alarms are remarked on
 _SURPRISING = 1e-3
-
-
-@dataclass
-class Comparison:
-    """What a comparison found."""
-
-    records: list[dict[str, Any]] = field(default_factory=list)  #: the rows, one by one
-    #: detector -> ``test``, ``val`` where it was calibrated on it, or OOD set -> (N,)
-    scores: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
-    detectors: dict[str, Calibrated] = field(default_factory=dict)  #: fitted, and calibrated where there was ID data
-    head: str = ""  #: where the classifier came from, in words
-    classifier: nn.Linear | None = None  #: that detectors on logits were fed by
-    interrupted: bool = False  #: whether it was stopped before the last detector
-
-    @property
-    def rows(self) -> pd.DataFrame:
-        """The numbers, and the reasons where there are none. See :data:`rmd_plugin.compare.rows.COLUMNS`."""
-        return make_rows(self.records)
 
 
 def compare(
@@ -110,7 +65,7 @@ def compare(
         head: the classifier for detectors that need one: ``own`` (of the backbone), ``linear_probe`` (logistic
             regression on the training features), ``linear_discriminant`` (of their moments), ``auto`` (its own if it
             was loaded and fits, else a probe, or the discriminant where there are only moments), or None.
-        resamples: of the bootstrap interval of AUROC, see :func:`rmd_plugin.compare.intervals.auroc_interval`; 0 for
+        resamples: of the bootstrap interval of AUROC, see :func:`rmd_plugin.compare.rows.auroc_interval`; 0 for
             no interval.
         alpha: share of ID samples that a decision may flag.
         remark: added to the row of the accuracy, for example that the encoder is untrained.
@@ -123,96 +78,100 @@ def compare(
         ValueError: if ``head`` is ``own`` and the backbone has no fitting one.
     """
     check_level("alpha", alpha)
-    result = Comparison()
+    comparison = Comparison(extractor, benchmark, backbone, seed, resamples, alpha)
     try:
-        run = _Run(extractor, result, benchmark, backbone, seed, resamples, alpha)
-        run.choose_head(head, remark)
-        built = run.build(detectors)
-        shown = None if extractor.progress else True  # None: on a terminal
-        for name, adapter in (bar := tqdm(built.items(), "detectors", unit="detector", leave=False, disable=shown)):
-            bar.set_postfix_str(name)
-            run.evaluate(name, adapter)
+        comparison.encode()
+        comparison.choose_head(head, remark)
+        built = comparison.build(detectors)
+        for name, adapter in extractor.bar(built.items(), "detectors"):
+            comparison.evaluate(name, adapter)
             if after_each is not None:
-                after_each(result)
+                after_each(comparison)
     except KeyboardInterrupt:
-        log.warning("Stopped: %d of %d detectors are done.", len(result.scores), len(detectors))
-        result.interrupted = True
-    return result
+        log.warning("Stopped: %d of %d detectors are done.", len(comparison.scores), len(detectors))
+        comparison.interrupted = True
+    return comparison
 
 
 @dataclass
-class _Run:
-    """One comparison while it runs."""
+class Comparison:
+    """What is compared, and what a comparison has found by now."""
 
-    extractor: Extractor
-    result: Comparison
+    extractor: Extractor = field(repr=False)
     benchmark: str
     backbone: str
     seed: int
     resamples: int
     alpha: float
-    head: nn.Linear | None = None
+    records: list[dict[str, Any]] = field(default_factory=list)  #: the rows, one by one
+    #: detector -> ``test``, ``val`` where it was calibrated on it, or OOD set -> (N,)
+    scores: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    detectors: dict[str, Calibrated] = field(default_factory=dict)  #: fitted, and calibrated where there was ID data
+    head: str = ""  #: where the classifier came from, in words
+    classifier: nn.Linear | None = None  #: that detectors on logits were fed by
+    interrupted: bool = False  #: whether it was stopped before the last detector
+    has_val: bool = False  #: whether there are ID validation data
     has_logits: bool = False  #: whether the data bring their logits, and no head
-    _encoded: dict[str, Encoded] = field(default_factory=dict)
+    _encoded: dict[str, Encoded] = field(default_factory=dict, repr=False)
 
-    def __post_init__(self) -> None:
-        self.ood_names = list(self.extractor.distance)
-        self.shifts = self.extractor.shifts  # ID: no AUROC is taken of them, but accuracy and false alarms
-        self.num_classes = self.extractor.benchmark.num_classes
-        for name in (TRAIN, TEST, *self.ood_names):
-            self.extractor.features(name)  # here, so that it does not count as a detector's time
-        try:
-            self.has_val = bool((self.extractor.features(VAL).labels >= 0).any())
-        except (ValueError, KeyError):
-            self.has_val = False
+    @property
+    def rows(self) -> pd.DataFrame:
+        """The numbers, and the reasons where there are none. See :data:`rmd_plugin.compare.rows.COLUMNS`."""
+        return rows.make_rows(self.records)
 
     def row(self, detector: str, metric: str, value: float = math.nan, *, ood: str = "", **more: Any) -> dict[str, Any]:
-        distance = cast(Distance, "shift" if ood in self.shifts else self.extractor.distance.get(ood, ""))
+        """A row of this comparison, see :func:`rmd_plugin.compare.rows.make_row`."""
+        distance = "shift" if ood in self.extractor.shifts else self.extractor.distance.get(ood, "")
         about = (self.benchmark, ood, self.backbone, detector, self.seed, metric, value)
-        return make_row(*about, distance=distance, **more)
+        return rows.make_row(*about, distance=distance, **more)
+
+    def encode(self) -> None:
+        """Encode all splits, so that it does not count as a detector's time."""
+        for name in (TRAIN, TEST, *self.extractor.distance):
+            self.extractor.features(name)
+        try:
+            self.has_val = bool((self.extractor.features(VAL).labels >= 0).any())
+        except ValueError:
+            log.info("There is no validation data; what is fitted on it is fitted on the training data.")
 
     # -- the head -------------------------------------------------------------------------------------------------
 
     def choose_head(self, choice: HeadChoice | None, remark: str) -> None:
         """Find the classifier, and note its accuracy and origin."""
-        own = getattr(self.extractor.backbone, "head", None)
-        fits = isinstance(own, nn.Linear) and own.out_features == self.num_classes
-        loaded = bool(getattr(self.extractor.backbone, "head_loaded", fits))
-        brings_logits = self.extractor.logits(TEST) is not None
-        if choice == "own" and not fits and not brings_logits:
-            size = f"a head for {own.out_features} classes" if isinstance(own, nn.Linear) else "no head"
-            raise ValueError(
-                f"head=own, but {self.backbone} has {size} and {self.benchmark} has {self.num_classes} classes. "
-                "Use head=linear_probe, or give checkpoint=FILE with one."
-            )
-        if (choice == "own" and fits) or (choice == "auto" and fits and loaded):
-            self.head = cast(nn.Linear, own)
-            origin = "the backbone's own head" + ("" if loaded else ", untrained")
-        elif choice in ("own", "auto") and brings_logits:
+        extractor, own = self.extractor, getattr(self.extractor.backbone, "head", None)
+        fits = isinstance(own, nn.Linear) and own.out_features == extractor.num_classes
+        loaded = bool(getattr(extractor.backbone, "head_loaded", fits))
+        if fits and (choice == "own" or (choice == "auto" and loaded)):
+            self.classifier, origin = own, "the backbone's own head" + ("" if loaded else ", untrained")
+        elif choice in ("own", "auto") and extractor.logits(TEST) is not None:
             self.has_logits, origin = True, "logits of the data"
-        elif choice == "linear_discriminant" or (choice == "auto" and self.extractor.moments is not None):
-            self.head = linear_discriminant(self.extractor.train_moments())
+        elif choice == "own":
+            raise ValueError(
+                f"head=own, but {self.backbone} has no head for the {extractor.num_classes} classes of "
+                f"{self.benchmark}. Use head=linear_probe, or give checkpoint=FILE with one."
+            )
+        elif choice == "linear_discriminant" or (choice == "auto" and extractor.moments is not None):
+            self.classifier = features.linear_discriminant(extractor.train_moments())
             origin = "linear discriminant of the training moments"
         elif choice in ("auto", "linear_probe"):
-            train = self.extractor.features(TRAIN)
-            self.head = fit_linear_probe(train.features, train.labels, self.num_classes)
+            train = extractor.features(TRAIN)
+            self.classifier = features.fit_linear_probe(train.features, train.labels, extractor.num_classes)
             origin = "linear probe on the training features"
         elif choice is None:
             origin = "no head"
         else:
             raise ValueError(f"head must be auto, own, linear_probe, linear_discriminant or null, got {choice!r}.")
-        origin = "; ".join(filter(None, [origin, remark]))
-        self.result.head, self.result.classifier = origin, self.head
-        value, chance = self._accuracy(TEST), 1 / self.num_classes
+        self.head = origin = "; ".join(filter(None, [origin, remark]))
+        value, chance = self._accuracy(TEST), 1 / extractor.num_classes
         if value is None:
-            self.result.records.append(self.row("", ACCURACY, status="skipped", reason=origin))
+            self.records.append(self.row("", rows.ACCURACY, status="skipped", reason=origin))
             return
         if value < chance + 3 * math.sqrt(chance * (1 - chance) / len(self.encoded(TEST))):
             origin += f"; hardly above chance, {100 * chance:.1f} %"
-        self.result.records.append(self.row("", ACCURACY, value, reason=origin))
-        for name in self.shifts:
-            if (self.extractor.features(name).labels >= 0).any():
-                self.result.records.append(self.row("", SHIFT_ACCURACY, self._accuracy(name), ood=name))
+        self.records.append(self.row("", rows.ACCURACY, value, reason=origin))
+        for name in extractor.shifts:
+            if (extractor.features(name).labels >= 0).any():
+                self.records.append(self.row("", rows.SHIFT_ACCURACY, self._accuracy(name), ood=name))
 
     def _accuracy(self, split: str) -> Any:
         """Share of the ID samples of a split that are classified correctly; None without logits."""
@@ -221,13 +180,11 @@ class _Run:
 
     def encoded(self, split: str) -> Encoded:
         """A split with its logits, if there is a head: it is linear, so they need no pass through the network."""
-        if split == VAL and not self.has_val:
-            log.info("There is no validation data; what is fitted on it is fitted on the training data.")
-            split = TRAIN
+        split = TRAIN if split == VAL and not self.has_val else split
         if split not in self._encoded:
             data, logits = self.extractor.features(split), None
-            if self.head is not None:
-                logits = head_logits(self.head, data.features)
+            if self.classifier is not None:
+                logits = features.head_logits(self.classifier, data.features)
             elif self.has_logits:
                 logits = self.extractor.logits(split)
             self._encoded[split] = Encoded(data.features, logits, data.labels)
@@ -244,7 +201,7 @@ class _Run:
                 with seeded(self.seed):  # what it draws does not depend on the detectors before it
                     built[name] = build(factory, parts)
             except NotSupported as reason:
-                self.result.records.append(self.row(name, AUROC, status="skipped", reason=str(reason)))
+                self.records.append(self.row(name, rows.AUROC, status="skipped", reason=str(reason)))
             except Exception as error:  # whatever a detector does wrong, the others stand
                 self._failed(name, error)
         for split in {adapter.fit_split for adapter in built.values()}:
@@ -258,9 +215,9 @@ class _Run:
         embed = getattr(extractor.backbone, "text_embeddings", None)
         return NetworkParts(
             feature_dim=extractor.features(TRAIN).features.shape[1],
-            num_classes=self.num_classes,
+            num_classes=extractor.num_classes,
             encoder=extractor.encoder.to(extractor.device),
-            head=self.head,
+            head=self.classifier,
             has_logits=self.has_logits,
             sample=sample.unsqueeze(0).to(extractor.device) if isinstance(sample, Tensor) else None,
             differentiable=isinstance(sample, Tensor) and sample.is_floating_point(),
@@ -273,28 +230,31 @@ class _Run:
     def evaluate(self, name: str, adapter: Adapter) -> None:
         """Fit one detector, score all test sets, add its rows."""
         try:
-            with seeded(self.seed), _collecting_remarks() as remarks:
+            with seeded(self.seed), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 started = time.perf_counter()
                 self._fit(adapter)
                 fitted = time.perf_counter()
-                scores = {split: self._score(adapter, split) for split in (TEST, *self.ood_names)}
+                scores = {split: self._score(adapter, split) for split in (TEST, *self.extractor.distance)}
                 done = time.perf_counter()
                 calibrated = Calibrated(adapter.detector, self.alpha)
                 decisions = self._decide(name, adapter, calibrated, scores)
-            remark = "; ".join(remarks)
-            rows = self._rate(name, scores, remark) + decisions
-            rows.append(self.row(name, FIT_SECONDS, fitted - started, reason="" if self.ood_names else remark))
-            rows.append(self.row(name, SCORE_SECONDS, done - fitted))
+            # those of our numerics are remarks for the table
+            texts = [str(warning.message) for warning in caught if issubclass(warning.category, NumericalWarning)]
+            remark = "; ".join(dict.fromkeys(" ".join(text.split()).rstrip(".") for text in texts))
+            records = self._rate(name, scores, remark) + decisions
         except Exception as error:  # whatever a detector does wrong, the others stand
             self._failed(name, error)
             return
-        self.result.records += rows
-        self.result.scores[name] = scores
-        self.result.detectors[name] = calibrated
+        reason = "" if self.extractor.distance else remark
+        records.append(self.row(name, rows.FIT_SECONDS, fitted - started, reason=reason))
+        records.append(self.row(name, rows.SCORE_SECONDS, done - fitted))
+        self.records += records
+        self.scores[name], self.detectors[name] = scores, calibrated
 
     def _failed(self, name: str, error: Exception) -> None:
         log.debug("%s failed", name, exc_info=error)
-        self.result.records.append(self.row(name, AUROC, status="failed", reason=_reason(error)))
+        self.records.append(self.row(name, rows.AUROC, status="failed", reason=_reason(error)))
 
     def _fit(self, adapter: Adapter) -> None:
         extractor = self.extractor
@@ -307,15 +267,19 @@ class _Run:
             adapter.fit(self.encoded(adapter.fit_split) if extractor.moments is None else extractor.moments)
 
     def _score(self, adapter: Adapter, split: str) -> np.ndarray:
-        extractor = self.extractor
+        extractor, data = self.extractor, self.encoded(split)
         if adapter.scored_on is Representation.INPUTS:
             batches = extractor.bar(extractor.loader(split), f"{type(adapter.detector).__name__} {split}")
             with evaluating(extractor.encoder.to(extractor.device)):
-                return _to_numpy((adapter.score_values(x.to(extractor.device)), len(x)) for x, _ in batches)
-        data = self.encoded(split)
-        rows = max(16, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // (self.num_classes * data.features.shape[1])))
-        chunks = (data.select(slice(start, start + rows)) for start in range(0, len(data), rows))
-        return _to_numpy((adapter.score(chunk), len(chunk)) for chunk in chunks)
+                parts = [adapter.score_values(x.to(extractor.device)).cpu() for x, _ in batches]
+        else:
+            size = max(16, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // (extractor.num_classes * data.features.shape[1])))
+            chunks = (data.select(slice(start, start + size)) for start in range(0, len(data), size))
+            parts = [adapter.score(chunk).cpu() for chunk in chunks]
+        scores = torch.cat(parts).detach().double().numpy()
+        if scores.shape != (len(data),):
+            raise ValueError(f"scores must have shape ({len(data)},), got {scores.shape}")
+        return scores
 
     # -- metrics --------------------------------------------------------------------------------------------------
 
@@ -332,46 +296,45 @@ class _Run:
             held_out = self._score(adapter, VAL)[(self.extractor.features(VAL).labels >= 0).numpy()]
             calibration = cast(Calibration, detector.calibrate_scores(torch.from_numpy(held_out)).calibration)
             threshold = float(calibration.threshold(self.alpha))
-            shifted = {split: self._score(adapter, split) for split in self.shifts}
+            shifted = {split: self._score(adapter, split) for split in self.extractor.shifts}
         except Exception as error:  # the scores stand without a decision
-            reason = str(error) if isinstance(error, ValueError) else _reason(error)
-            return [self.row(name, at_level(FALSE_ALARMS, self.alpha), status="skipped", reason=reason)]
-        rows = [self.row(name, at_level(THRESHOLD, self.alpha), threshold)]
+            metric = rows.at_level(rows.FALSE_ALARMS, self.alpha)
+            return [self.row(name, metric, status="skipped", reason=_reason(error))]
+        records = [self.row(name, rows.at_level(rows.THRESHOLD, self.alpha), threshold)]
         for split, values in {**scores, **shifted}.items():
             flagged = int(calibration.is_ood(torch.from_numpy(values), alpha=self.alpha).sum())
             low, high = binomtest(flagged, len(values)).proportion_ci(0.95)  # Clopper and Pearson's
-            metric = FALSE_ALARMS if split == TEST else SHIFT_ALARMS if split in shifted else DETECTED
-            more: dict[str, Any] = {"low": low, "high": high, "ood": "" if split == TEST else split}
+            metric, more = rows.SHIFT_ALARMS if split in shifted else rows.DETECTED, {"ood": split}
             if split == TEST:
-                more["reason"] = (
-                    "its fit has seen the validation data that its threshold is from"
-                    if adapter.fit_split == VAL
-                    else too_many_alarms(flagged, len(values), len(calibration), self.alpha)
-                )
-            rows.append(self.row(name, at_level(metric, self.alpha), flagged / len(values), **more))
+                reason = too_many_alarms(flagged, len(values), len(calibration), self.alpha)
+                if adapter.fit_split == VAL:
+                    reason = "its fit has seen the validation data that its threshold is from"
+                metric, more = rows.FALSE_ALARMS, {"reason": reason}
+            metric = rows.at_level(metric, self.alpha)
+            records.append(self.row(name, metric, flagged / len(values), low=low, high=high, **more))
         scores[VAL] = held_out
-        return rows
+        return records
 
     def _rate(self, name: str, scores: dict[str, np.ndarray], remark: str) -> list[dict[str, Any]]:
-        data = self.encoded(TEST)
+        data, id_scores = self.encoded(TEST), torch.from_numpy(scores[TEST])
         right = None if data.logits is None else data.logits.argmax(1).cpu() == cast(Tensor, data.labels).cpu()
-        rows = []
-        if right is not None and not np.isnan(scores[TEST]).any():
-            rows.append(self.row(name, AURC, float(aurc(torch.from_numpy(scores[TEST]), ~right))))
-        for ood in self.ood_names:
+        records = []
+        if right is not None and not id_scores.isnan().any():
+            records.append(self.row(name, rows.AURC, float(aurc(id_scores, ~right))))
+        for ood in self.extractor.distance:
             try:
-                values = compare_scores(torch.from_numpy(scores[TEST]), torch.from_numpy(scores[ood]))
+                ood_scores = torch.from_numpy(scores[ood])
                 more: dict[str, Any] = {"reason": remark}
+                values = {key: float(value) for key, value in compare_scores(id_scores, ood_scores).items()}
+                values |= joint_metrics(id_scores, ood_scores, right)
                 if self.resamples:
-                    ends = auroc_interval(scores[TEST], scores[ood], resamples=self.resamples, seed=self.seed)
-                    more |= zip(("low", "high"), ends, strict=True)
+                    low, high = rows.auroc_interval(scores[TEST], scores[ood], resamples=self.resamples, seed=self.seed)
+                    more |= {"low": low, "high": high}
                 for metric, value in values.items():
-                    rows.append(self.row(name, metric, float(value), ood=ood, **(more if metric == AUROC else {})))
-                joint = joint_metrics(torch.from_numpy(scores[TEST]), torch.from_numpy(scores[ood]), right)
-                rows += [self.row(name, metric, value, ood=ood) for metric, value in joint.items()]
+                    records.append(self.row(name, metric, value, ood=ood, **(more if metric == rows.AUROC else {})))
             except ValueError as error:
-                rows.append(self.row(name, AUROC, ood=ood, status="failed", reason=f"{ood}: {error}"))
-        return rows
+                records.append(self.row(name, rows.AUROC, ood=ood, status="failed", reason=f"{ood}: {error}"))
+        return records
 
 
 def too_many_alarms(flagged: int, tested: int, calibrated: int, alpha: float) -> str:
@@ -386,32 +349,9 @@ def too_many_alarms(flagged: int, tested: int, calibrated: int, alpha: float) ->
     )
 
 
-@contextmanager
-def _collecting_remarks() -> Iterator[list[str]]:
-    """Collect the warnings of our numerics, as remarks for the table; those of the framework go to the log."""
-    remarks: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield remarks
-    for warning in caught:
-        text = " ".join(str(warning.message).split()).rstrip(".")
-        if not issubclass(warning.category, NumericalWarning):
-            log.debug("%s: %s", warning.category.__name__, text)
-        elif text not in remarks:
-            remarks.append(text)
-
-
 def _reason(error: Exception) -> str:
-    message = str(error).strip()
-    return f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__
-
-
-def _to_numpy(batches: Iterable[tuple[Tensor, int]]) -> np.ndarray:
-    """The scores of all batches, each with its number of samples."""
-    arrays = []
-    for scores, count in batches:
-        if not isinstance(scores, Tensor) or scores.shape != (count,):
-            shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise ValueError(f"scores must have shape ({count},), got {shape}")
-        arrays.append(scores.detach().cpu().double().numpy())
-    return np.concatenate(arrays)
+    """Why there is no number, in a line; a ValueError speaks for itself."""
+    kind, message = type(error).__name__, str(error).strip()
+    if not message:
+        return kind
+    return message.splitlines()[0] if isinstance(error, ValueError) else f"{kind}: {message.splitlines()[0]}"

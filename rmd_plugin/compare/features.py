@@ -11,17 +11,17 @@ import os
 import pickle
 import random
 import re
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import joblib.hashing  # type: ignore[import-untyped]
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 from pytorch_lightning.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,18 +29,9 @@ from torch.nn.utils import skip_init
 from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm.auto import tqdm
 
-from rmd_plugin.compare.adapters import EncodingError
 from rmd_plugin.detectors.detectors import evaluating
 from rmd_plugin.detectors.gaussian import class_shares, fit_mahalanobis
-from rmd_plugin.detectors.moments import (
-    ClassMoments,
-    Moments,
-    NumericalWarning,
-    check_features,
-    check_labels,
-    pool_features,
-    widened,
-)
+from rmd_plugin.detectors.moments import ClassMoments, Moments, pool_features, warn, widened
 from rmd_plugin.files import replacing
 
 log = logging.getLogger(__name__)
@@ -89,38 +80,6 @@ def fingerprint(*content: object) -> str:
         True
     """
     return str(_Hasher(hash_name="md5").hash(content))
-
-
-class BenchmarkLike(Protocol):
-    """What a comparison needs of a benchmark, as :class:`rmd_plugin.benchmarks.base.OODBenchmark` has it.
-
-    The sets have ``with_transform(transform)``, for backbones with a transform of their own.
-    """
-
-    @property
-    def num_classes(self) -> int:
-        """K."""
-
-    @property
-    def class_names(self) -> Sequence[str] | None:
-        """Names of the classes, if they have any."""
-
-    @property
-    def ood_names(self) -> Sequence[str]:
-        """Names of the OOD sets."""
-
-    @property
-    def distance(self) -> Mapping[str, str]:
-        """OOD set -> ``near``, ``far`` or an empty text."""
-
-    def fit_set(self) -> Dataset[Any]:
-        """ID training data without augmentation."""
-
-    def val_set(self) -> Dataset[Any]:
-        """ID validation data."""
-
-    def test_sets(self, known: bool = True, unknown: bool = True) -> list[Dataset[Any]]:
-        """Test sets, see ``pytorch_ood.benchmark.Benchmark``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,46 +132,44 @@ class FeatureCache:
                     np.lib.format.write_array_header_1_0(file, header)
                 file.write(np.ascontiguousarray(array).data)
                 labels.append(batch_labels.numpy())
-            if sum(map(len, labels)) != count:
-                raise ValueError(f"the loader gave {sum(map(len, labels))} samples of a data set of {count}.")
             np.save(file, np.concatenate(labels))
 
-    @contextmanager
-    def lock(self, key: str) -> Iterator[None]:
-        """Hold the lock of a key: the first job that needs features computes them, the others wait."""
+    def lock(self, key: str) -> AcquireReturnProxy:
+        """Take the lock of a key: the first job that needs features computes them, the others wait."""
         self.path(key).parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path(key).with_suffix(".lock"))
         try:
-            lock.acquire(timeout=0)
+            return lock.acquire(timeout=0)
         except Timeout:
             log.info("Another job is computing the features %s; waiting for it.", key)
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
+            return lock.acquire()
 
 
 class Extractor:
     """Features of a benchmark's splits.
 
-    Splits are ``train`` (without augmentation where the benchmark offers that), ``val``, ``test``, the names of the
-    OOD sets and those of ``shifts``. A split is encoded when it is first asked for, in evaluation mode and without
-    gradients.
+    Splits are ``train`` (without augmentation), ``val``, ``test``, the names of the OOD sets and those of ``shifts``. A
+    split is encoded when it is first asked for, in evaluation mode and without gradients.
 
     Args:
-        benchmark: the data.
+        benchmark: the data, an :class:`rmd_plugin.benchmarks.OODBenchmark`.
         backbone: a module with ``.encoder``; its ``test_transform`` is put in front of the data if it has one.
         cache: where to keep features, or None.
         batch_size: samples per forward pass.
         num_workers: processes that prepare the data.
         device: where the encoder runs.
         progress: show a bar with the time left for every pass, on a terminal.
+
+    Attributes:
+        num_classes: K.
+        distance: OOD set -> ``near``, ``far`` or, where the benchmark does not say, an empty text.
+        shifts: names of the ID sets under a covariate shift, which only some benchmarks have.
+        moments: those of the training data, where a benchmark brings them in place of its samples.
     """
 
     def __init__(
         self,
-        benchmark: BenchmarkLike,
+        benchmark: Any,
         backbone: nn.Module,
         *,
         cache: FeatureCache | None = None,
@@ -221,52 +178,44 @@ class Extractor:
         device: str | torch.device = "cpu",
         progress: bool = True,
     ) -> None:
-        if batch_size < 1 or num_workers < 0:
-            raise ValueError(f"batch_size must be >= 1 and num_workers >= 0, got {batch_size} and {num_workers}.")
         self.benchmark, self.backbone, self.cache = benchmark, backbone, cache
         self.encoder = cast(nn.Module, getattr(backbone, "encoder", backbone))
         self.batch_size, self.num_workers, self.device = batch_size, num_workers, torch.device(device)
         self.progress = progress
+        self.num_classes: int = benchmark.num_classes
+        self.distance: dict[str, str] = benchmark.distance
+        self.shifts = list(benchmark.shifts)
+        self.moments: Moments | None = getattr(benchmark, "moments", None)
         self._splits: dict[str, SplitFeatures] = {}
-        self._weights = ""
-
-    @property
-    def distance(self) -> dict[str, str]:
-        """OOD set -> ``near``, ``far`` or, where the benchmark does not say, an empty text."""
-        return {name: str(self.benchmark.distance.get(name, "")) for name in self.benchmark.ood_names}
-
-    @property
-    def shifts(self) -> list[str]:
-        """Names of the ID sets under a covariate shift, which only some benchmarks have."""
-        return list(getattr(self.benchmark, "shifts", ()))
-
-    @property
-    def moments(self) -> Moments | None:
-        """Those of the training data, where a benchmark brings them in place of its samples."""
-        return getattr(self.benchmark, "moments", None)
 
     def train_moments(self) -> Moments:
         """Moments of the training data, those that the benchmark brings or of their features."""
         if self.moments is not None:
             return self.moments
-        train, metric = self.features(TRAIN), ClassMoments(self.benchmark.num_classes, sync_on_compute=False)
+        train, metric = self.features(TRAIN), ClassMoments(self.num_classes, sync_on_compute=False)
         metric.update(train.features, train.labels)
         return metric.compute()
 
     def dataset(self, split: str) -> Dataset[Any]:
-        """The data of a split behind the backbone's transform; refuses a name that there is not."""
+        """The data of a split behind the backbone's transform."""
         dataset: Any = self._raw(split)
         transform = getattr(self.backbone, "test_transform", None)
         return dataset if transform is None else dataset.with_transform(transform)
 
     def loader(self, split: str) -> DataLoader[Any]:
         """Batches of a split in order. The global random state is neither used nor changed."""
-        return self._loader(self.dataset(split))
+        return DataLoader(
+            self.dataset(split),
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),
+        )
 
-    def bar(self, loader: DataLoader[Any], title: str) -> Iterator[Any]:
-        """The batches of a loader behind a progress bar."""
+    def bar(self, items: Iterable[Any], title: str) -> Iterator[Any]:
+        """Items, such as the batches of a loader, behind a progress bar."""
         # leave=False: a finished bar would stand between the tables; disable=None: only on a terminal
-        return iter(tqdm(loader, desc=title, unit="batch", leave=False, disable=None if self.progress else True))
+        return iter(tqdm(items, desc=title, leave=False, disable=None if self.progress else True))
 
     def features(self, split: str) -> SplitFeatures:
         """Features and labels of a split, computed or read the first time and kept from then on."""
@@ -279,9 +228,8 @@ class Extractor:
     def raw(self, split: str, position: int) -> tuple[object, str]:
         """A sample before any transform, None where the data keep none, and the name of its class or nothing."""
         dataset: Any = self._raw(split)
-        names, label = self.benchmark.class_names, int(dataset.labels[position]) if hasattr(dataset, "labels") else -1
-        item = dataset.raw(position) if hasattr(dataset, "raw") else None
-        return item, str(names[label]) if names is not None and 0 <= label < len(names) else ""
+        names, label = self.benchmark.class_names, int(dataset.labels[position])
+        return dataset.raw(position), str(names[label]) if names is not None and label >= 0 else ""
 
     def logits(self, split: str) -> Tensor | None:
         """Logits of a split of shape (N, K) where the data bring them, as a file of features may; else None."""
@@ -289,36 +237,18 @@ class Extractor:
         return logits(split) if callable(logits) else None
 
     def _raw(self, split: str) -> Dataset[Any]:
-        if split == TRAIN:
-            return self.benchmark.fit_set()
-        if split == VAL:
-            return self.benchmark.val_set()
-        if split == TEST:
-            return self.benchmark.test_sets(known=True, unknown=False)[0]
-        if split in self.shifts:
-            return cast(Dataset[Any], cast(Any, self.benchmark).shifts[split])
-        names = list(self.benchmark.ood_names)
-        if split not in names:
-            others = ", ".join([*names, *self.shifts])
-            raise KeyError(f"there is no split {split!r}; there are train, val, test and {others}.")
-        return self.benchmark.test_sets(known=False, unknown=True)[names.index(split)]
-
-    def _loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
-        return DataLoader(
-            dataset,
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),
-        )
+        benchmark = self.benchmark
+        if split in (TRAIN, VAL):
+            return cast(Dataset[Any], benchmark.fit_set() if split == TRAIN else benchmark.val_set())
+        oods = dict(zip(benchmark.ood_names, benchmark.test_oods, strict=True))
+        return cast(Dataset[Any], {TEST: benchmark.test_in, **oods, **benchmark.shifts}[split])
 
     def _fetch(self, split: str) -> SplitFeatures:
-        dataset = self.dataset(split)
-        count = len(dataset)  # type: ignore[arg-type]
-        if count == 0:
+        dataset: Any = self.dataset(split)
+        if not len(dataset):
             raise ValueError(f"the split {split!r} holds no sample.")
-        batches = self._encode(self.bar(self._loader(dataset), f"encode {split}"))
-        key = None if self.cache is None else self._key(dataset, split)
+        batches = self._encode(self.bar(self.loader(split), f"encode {split}"))
+        key = None if self.cache is None else self._key(dataset)
         if self.cache is None or key is None:
             features, labels = zip(*batches, strict=True)
             return SplitFeatures(torch.cat(features), torch.cat(labels))
@@ -328,19 +258,16 @@ class Extractor:
             with self.cache.lock(key):
                 arrays = self._read(key, dataset)  # another job may have written them while this one waited
                 if arrays is None:
-                    self.cache.write(key, batches, count)
+                    self.cache.write(key, batches, len(dataset))
                     arrays = self.cache.read(key)
-        log.debug("%s: %s features in %s", split, "found" if cached else "wrote", self.cache.path(key))
         return SplitFeatures(*cast(tuple[Tensor, Tensor], arrays), cached)
 
     def _encode(self, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         with evaluating(self.encoder.to(self.device)):
-            for batch in loader:
-                if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-                    raise EncodingError(f"the data must give pairs (x, y), got a {type(batch).__name__}.")
+            for x, labels in loader:
                 with torch.no_grad():
-                    features = pool_features(self.encoder(batch[0].to(self.device)))
-                yield widened(features).cpu(), torch.as_tensor(batch[1]).long()
+                    features = pool_features(self.encoder(x.to(self.device)))
+                yield widened(features).cpu(), labels.long()
 
     def _read(self, key: str, dataset: Dataset[Any]) -> tuple[Tensor, Tensor] | None:
         """Features from the cache, if there are any that are true: code and libraries change without changing a hash.
@@ -361,77 +288,80 @@ class Extractor:
         log.warning("The cached features are not what the network gives today, and are computed again.")
         return None
 
-    def _key(self, dataset: Dataset[Any], split: str) -> str | None:
+    def _key(self, dataset: Any) -> str | None:
         """Hash of weights, data and transform; None if the transform cannot be hashed."""
-        self._weights = self._weights or _hash_encoder(self.backbone, self.encoder)
-        digest = getattr(dataset, "digest", None)
-        if digest is None:  # a pass over the data, behind their transform
-            data = fingerprint(*map(fingerprint, self.bar(self._loader(dataset), f"hash {split}")))
-        else:
-            data = digest()
         dataset[0]  # some transforms settle their state in the first call: tokenizers remember how they padded
         release = ".".join(torch.__version__.split(".")[:2])
         try:
-            return fingerprint(_KEY_VERSION, self._weights, data, getattr(dataset, "transform", None), release)
+            return fingerprint(_KEY_VERSION, self._encoder_hash, dataset.digest(), dataset.transform, release)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             log.warning("Features are not cached, because the transform cannot be pickled: %s", error)
             return None
 
-
-def _hash_encoder(backbone: nn.Module, encoder: nn.Module) -> str:
-    """Hash of all that decides features: weights, structure and options. The head does not count."""
-    # named_buffers: a buffer that is not persistent is in no state_dict, but may enter the forward pass
-    tensors = {**dict(encoder.named_parameters()), **dict(encoder.named_buffers()), **encoder.state_dict()}
-    # strides, paddings and rates are in no tensor, but in the text of the modules
-    structure = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(encoder))
-    kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in (type(backbone), type(encoder))]
-    return fingerprint(kinds, structure, getattr(backbone, "architecture", {}), tensors)
+    @cached_property
+    def _encoder_hash(self) -> str:
+        """Hash of all that decides features: weights, structure and options. The head does not count."""
+        encoder = self.encoder
+        # named_buffers: a buffer that is not persistent is in no state_dict, but may enter the forward pass
+        tensors = {**dict(encoder.named_parameters()), **dict(encoder.named_buffers()), **encoder.state_dict()}
+        # strides, paddings and rates are in no tensor, but in the text of the modules
+        structure = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(encoder))
+        kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in (type(self.backbone), type(encoder))]
+        return fingerprint(kinds, structure, getattr(self.backbone, "architecture", {}), tensors)
 
 
 # -- linear heads for an encoder that has none ------------------------------------------------------------------------
 
 
-def fit_linear_probe(
-    features: Tensor, labels: Tensor, num_classes: int | None = None, *, strength: float = 1.0, max_iter: int = 300
-) -> nn.Linear:
+def fit_linear_probe(features: Tensor, labels: Tensor, num_classes: int, *, max_iter: int = 300) -> nn.Linear:
     """Fit a linear classifier on features, by L-BFGS from zero: nothing in it is random.
 
-    Minimises the cross-entropy plus |W|^2 / (2 N strength) in standardised features, as
-    ``sklearn.linear_model.LogisticRegression(C=strength)`` does. Dead features get no weight.
+    Minimises the cross-entropy plus |W|^2 / (2 N) in standardised features, as
+    ``sklearn.linear_model.LogisticRegression`` does. Dead features get no weight.
 
     Args:
-        features: shape (N, D).
-        labels: shape (N,); samples with a label below zero are left out.
-        num_classes: K; by default the largest label + 1.
-        strength: inverse of the regularisation.
+        features: shape (N, D), on the CPU.
+        labels: shape (N,), from 0 to K - 1.
+        num_classes: K.
         max_iter: largest number of L-BFGS iterations.
 
     Returns:
         A ``nn.Linear`` from D features to K logits, without gradients, in float32.
 
     Raises:
-        ValueError: if there is no ID sample, or features are not finite.
+        ValueError: if features are not finite.
     """
-    check_features(features, None)
-    labels = check_labels(labels, len(features))
-    is_id = labels >= 0
-    if not bool(is_id.any()):
-        raise ValueError("there is no ID sample (label >= 0) to fit a linear probe on.")
-    # inference mode and no_grad may be on where this is called
-    with torch.inference_mode(False), torch.enable_grad():
-        z, y = features.detach()[is_id], labels[is_id].to(features.device)
-        classes = int(y.max()) + 1 if num_classes is None else num_classes
-        exact = z.numel() * classes <= _FLOAT64_SIZE and z.device.type != "mps"
-        z = z.to(torch.float64 if exact else torch.float32, copy=True)
-        if not bool(torch.isfinite(z).all()):
-            raise ValueError("features are NaN or infinite; a linear probe cannot be fitted on them.")
-        mean, std = z.mean(0), z.std(0, correction=0)
-        alive = std > _DEAD * std.max()
-        scale = torch.where(alive, 1 / std.where(alive, torch.ones_like(std)), torch.zeros_like(std))
-        z.sub_(mean).mul_(scale)
-        weight, bias = _minimise(z, y, classes, 1 / (len(z) * strength), max_iter)
-        weight = weight * scale  # back to the features as they come: W s (z - m) + b
-        return _linear(weight, bias - weight @ mean)
+    exact = features.numel() * num_classes <= _FLOAT64_SIZE
+    z = features.to(torch.float64 if exact else torch.float32, copy=True)
+    if not bool(torch.isfinite(z).all()):
+        raise ValueError("features are NaN or infinite; a linear probe cannot be fitted on them.")
+    mean, std = z.mean(0), z.std(0, correction=0)
+    scale = torch.where(std > _DEAD * std.max(), 1 / std, 0.0)
+    z.sub_(mean).mul_(scale)
+    weight = z.new_zeros(num_classes, z.shape[1], requires_grad=True)
+    bias = z.new_zeros(num_classes, requires_grad=True)
+    optimiser = torch.optim.LBFGS(
+        [weight, bias],
+        max_iter=max_iter,
+        history_size=10,
+        tolerance_grad=1e-5 if exact else 1e-4,
+        # a mean cross-entropy that changes by less has nothing more to tell in float32
+        tolerance_change=1e-9 if exact else 1e-6,
+        line_search_fn="strong_wolfe",
+    )
+
+    def loss() -> Tensor:
+        optimiser.zero_grad()
+        value = F.cross_entropy(F.linear(z, weight, bias), labels) + 0.5 / len(z) * weight.square().sum()
+        value.backward()
+        return value
+
+    optimiser.step(loss)
+    gradient = max(float(part.grad.abs().max()) for part in (weight, bias) if part.grad is not None)
+    if gradient > 1e-3:
+        warn(f"the linear probe has not converged after {max_iter} iterations (largest gradient {gradient:.1e}).")
+    matrix = weight.detach() * scale  # back to the features as they come: W s (z - m) + b
+    return _linear(matrix, bias.detach() - matrix @ mean)
 
 
 def head_logits(head: nn.Linear, features: Tensor) -> Tensor:
@@ -458,38 +388,6 @@ def linear_discriminant(moments: Moments) -> nn.Linear:
 
 def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     # without the random start, which would move the global random state
-    head = skip_init(nn.Linear, weight.shape[1], weight.shape[0], device=weight.device)
-    with torch.no_grad():
-        head.weight.copy_(weight)
-        head.bias.copy_(bias)
+    head = skip_init(nn.Linear, weight.shape[1], weight.shape[0])
+    head.load_state_dict({"weight": weight, "bias": bias})
     return head.requires_grad_(False).eval()
-
-
-def _minimise(z: Tensor, y: Tensor, classes: int, decay: float, max_iter: int) -> tuple[Tensor, Tensor]:
-    weight = z.new_zeros(classes, z.shape[1], requires_grad=True)
-    bias = z.new_zeros(classes, requires_grad=True)
-    optimiser = torch.optim.LBFGS(
-        [weight, bias],
-        max_iter=max_iter,
-        history_size=10,
-        tolerance_grad=1e-5 if z.dtype == torch.float64 else 1e-4,
-        # a mean cross-entropy that changes by less has nothing more to tell in float32
-        tolerance_change=1e-9 if z.dtype == torch.float64 else 1e-6,
-        line_search_fn="strong_wolfe",
-    )
-
-    def loss() -> Tensor:
-        optimiser.zero_grad()
-        value = F.cross_entropy(F.linear(z, weight, bias), y) + 0.5 * decay * weight.square().sum()
-        value.backward()
-        return value
-
-    optimiser.step(loss)
-    gradient = max(float(part.grad.abs().max()) for part in (weight, bias) if part.grad is not None)
-    if gradient > 1e-3:
-        warnings.warn(
-            f"the linear probe has not converged after {max_iter} iterations (largest gradient {gradient:.1e}).",
-            NumericalWarning,
-            stacklevel=3,
-        )
-    return weight.detach(), bias.detach()

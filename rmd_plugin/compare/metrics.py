@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,6 @@ import torch
 from pytorch_ood.metrics import functional
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from rmd_plugin.compare.rows import AURC_OOD, AUROC, AUTC, FPR95, OSCR, RISK90
 from rmd_plugin.detectors.conformal import ScoreMetric
@@ -43,15 +41,13 @@ def compare_scores(id_scores: Tensor, ood_scores: Tensor) -> dict[str, Tensor]:
     if not len(id_scores) or not len(ood_scores):
         raise ValueError(f"there are {len(id_scores)} ID samples and {len(ood_scores)} OOD samples.")
     scores = torch.cat([id_scores, ood_scores])
-    labels = torch.zeros(len(scores), dtype=torch.long, device=scores.device)
-    labels[len(id_scores) :] = -1
-    values = (
-        functional.auroc(scores, labels),
-        functional.aupr(scores, labels, positive="id"),
-        functional.aupr(scores, labels, positive="ood"),
-        functional.fpr_at_tpr(scores, labels, tpr=0.95),
-    )
-    return dict(zip(METRICS, values, strict=True))
+    labels = -(torch.arange(len(scores), device=scores.device) >= len(id_scores)).long()
+    return {
+        AUROC: functional.auroc(scores, labels),
+        "AUPR-IN": functional.aupr(scores, labels, positive="id"),
+        "AUPR-OUT": functional.aupr(scores, labels, positive="ood"),
+        FPR95: functional.fpr_at_tpr(scores, labels, tpr=0.95),
+    }
 
 
 def risk_coverage(scores: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,14 +195,10 @@ class FeatureRows(Metric):
     full_state_update: bool = False
     is_differentiable: bool = False
     higher_is_better: bool | None = None  # rows are no score
-    rows: list[Tensor]
-    labels: list[Tensor]
-    index: list[Tensor]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        for name in ("rows", "labels", "index"):
-            self.add_state(name, [], dist_reduce_fx="cat")
+        self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def update(self, rows: Tensor, labels: Tensor, index: Tensor) -> None:
         """Add rows (B, D) with labels (B,) and positions in the whole set (B,); labels below zero are skipped.
@@ -214,16 +206,12 @@ class FeatureRows(Metric):
         Raises:
             ValueError: if rows are NaN or infinite, or the shapes do not fit.
         """
-        labels = check_labels(labels, len(rows))
-        is_id = labels >= 0
+        is_id = check_labels(labels, len(rows)) >= 0
+        if bad := int((~rows[is_id].isfinite()).any(1).sum()):
+            raise ValueError(f"{bad} of {len(rows)} samples have NaN or infinite values. The batch was not added.")
         with torch.inference_mode(False):
-            rows, labels = rows.detach()[is_id].cpu().clone(), labels[is_id].cpu().clone()
-            bad = int((~rows.isfinite()).any(1).sum())
-            if bad:
-                raise ValueError(f"{bad} of {len(rows)} samples have NaN or infinite values. The batch was not added.")
-            self.rows.append(rows)
-            self.labels.append(labels)
-            self.index.append(index.to(is_id.device)[is_id].cpu().clone())
+            batch = (rows.detach()[is_id], labels.long()[is_id], index.to(is_id.device)[is_id])
+            self._batches.append(tuple(part.cpu().clone() for part in batch))  # type: ignore[arg-type]
 
     def compute(self) -> tuple[Tensor, Tensor]:
         """Rows (N, D) and labels (N,) of all processes, ordered by index.
@@ -231,28 +219,21 @@ class FeatureRows(Metric):
         Raises:
             ValueError: if no sample with a label >= 0 was seen.
         """
-        index = dim_zero_cat(self.index) if len(self.index) else torch.zeros(0)
-        if not len(index):
+        batches = self._batches
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            gathered: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(gathered, batches)  # a process may have none
+            batches = [batch for part in gathered for batch in part]
+        if not sum(len(index) for _, _, index in batches):
             raise ValueError("no ID sample (label >= 0) was seen: there is nothing to fit.")
+        rows, labels, index = map(torch.cat, zip(*batches, strict=True))
         order = index.argsort(stable=True)
-        return dim_zero_cat(self.rows)[order], dim_zero_cat(self.labels)[order]
+        return rows[order], labels[order]
 
-    def _sync_dist(
-        self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any | None = None
-    ) -> None:
-        # a rank without data has to gather empty tensors of the shape and type of the others
-        mine = [self.rows[0].shape[1], self.rows[0].dtype == torch.float64] if self.rows else [0, 0]
-        group = process_group or self.process_group
-        shapes = dist_sync_fn(torch.tensor(mine, dtype=torch.long, device=self.device), group=group)
-        width, precise = (int(size) for size in torch.stack(shapes).amax(0))
-        if not self.rows:
-            self.rows = [torch.zeros(0, width)]
-            self.labels, self.index = ([torch.zeros(0, dtype=torch.long)] for _ in range(2))
-        dtype = torch.float64 if precise else torch.float32
-        self.rows = [dim_zero_cat(self.rows).to(self.device, dtype)]
-        self.labels = [dim_zero_cat(self.labels).to(self.device, torch.long)]
-        self.index = [dim_zero_cat(self.index).to(self.device, torch.long)]
-        super()._sync_dist(dist_sync_fn, process_group=process_group)
+    def reset(self) -> None:
+        """Forget all rows."""
+        super().reset()
+        self._batches = []
 
 
 def check_set_names(names: Sequence[str]) -> tuple[str, ...]:

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rmd_plugin.backbones.transforms import ImageTransform, Tokenise
 from rmd_plugin.files import require
-from rmd_plugin.guard.guard import Verdicts
 
 if TYPE_CHECKING:
     from rmd_plugin.guard.guard import Guard
@@ -30,37 +29,15 @@ OUTPUTS = ("logits", "class", "nearest_class", "score", "p_value", "is_ood")
 _AGREEMENT = 1e-3
 
 
-class GuardGraph(nn.Module):
-    """Raw items -> verdicts, without what only runs in Python. See :meth:`rmd_plugin.Guard.to_module`."""
-
-    def __init__(self, guard: Guard) -> None:
-        super().__init__()
-        if not guard.network.exportable:
-            name = type(guard.detector.detector).__name__
-            raise ValueError(
-                f"{name} cannot be exported: its scores are computed in Python. Use detector=fused, rmd, msp or "
-                "energy, or write the guard without model.onnx (onnx=false)."
-            )
-        self.pictures = isinstance(guard.transform, ImageTransform)
-        self.prepare = guard.transform.to_module() if isinstance(guard.transform, ImageTransform) else nn.Identity()
-        self.network = guard.network
-        self.eval()
-
-    def forward(self, items: Tensor) -> Verdicts:
-        """Verdicts on pictures (B, H, W, 3) of uint8, prepared pixels (B, 3, H, W), token ids (B, L), or features."""
-        verdicts: Verdicts = self.network(self.prepare(items.permute(0, 3, 1, 2) if self.pictures else items))
-        return verdicts
-
-
 def export_program(guard: Guard) -> torch.export.ExportedProgram:
     """The graph of a guard as a program of ``torch.export``, for batches of any size and pictures of any size.
 
     Raises:
         ValueError: if a part of it cannot be exported; the message names it.
     """
-    graph, (_, example, axes) = GuardGraph(guard), _example(guard)
-    with torch.no_grad(), _exporting(guard):
-        return torch.export.export(graph, (example,), dynamic_shapes={"items": axes}, strict=False)
+    graph, (_, example, axes) = guard.to_module(), _example(guard)
+    with _exporting(guard):
+        return torch.export.export(graph, (example,), dynamic_shapes=(axes,), strict=False)
 
 
 def export_onnx(guard: Guard, path: Path) -> None:
@@ -80,26 +57,24 @@ def export_onnx(guard: Guard, path: Path) -> None:
         log.warning("model.onnx takes pixels that %s has prepared, not raw pictures.", guard.transform)
     program = export_program(guard)
     with _exporting(guard):
-        exported: Any = torch.onnx.export(
-            program, input_names=[name], output_names=list(OUTPUTS), dynamo=True, verbose=False
-        )
-    graph = exported.model.graph
-    # the exporter's own names of the axes say nothing
-    for value, names in ((graph.inputs[0], axes), *((output, {0: "batch"}) for output in graph.outputs)):
-        for axis, dim in names.items():
-            value.shape[axis] = getattr(dim, "__name__", dim)
-    facts = {"classes": guard.class_names, "alpha": guard.alpha, "threshold": guard.threshold_values}
-    exported.model.metadata_props.update({key: json.dumps(value) for key, value in facts.items()})
-    exported.save(str(path))
-    session = import_module("onnxruntime").InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    outputs = dict(zip(OUTPUTS, session.run(None, {name: example.numpy()}), strict=True))
-    with torch.no_grad():
-        verdicts: Verdicts = GuardGraph(guard)(example)
-    for output, values in (("logits", verdicts.logits.numpy()), ("score", verdicts.score.numpy())):
-        tolerance = _AGREEMENT * (float(np.abs(values).max()) or 1.0)
-        with _exporting(guard):
-            if not np.allclose(outputs[output], values, rtol=_AGREEMENT, atol=tolerance, equal_nan=True):
-                apart = float(np.abs(outputs[output] - values).max())
+        outputs = list(OUTPUTS)
+        exported: Any = torch.onnx.export(program, input_names=[name], output_names=outputs, dynamo=True, verbose=False)
+        graph = exported.model.graph
+        # the exporter's own names of the axes say nothing
+        for value, names in ((graph.inputs[0], axes), *((output, {0: "batch"}) for output in graph.outputs)):
+            for axis, dim in names.items():
+                value.shape[axis] = getattr(dim, "__name__", dim)
+        facts = {"classes": guard.class_names, "alpha": guard.alpha, "threshold": guard.threshold}
+        exported.model.metadata_props.update({key: json.dumps(value) for key, value in facts.items()})
+        exported.save(str(path))
+        session = import_module("onnxruntime").InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        verdicts = guard.to_module()(example)
+        for output in ("logits", "score"):
+            values = getattr(verdicts, output).numpy()
+            (there,) = session.run([output], {name: example.numpy()})
+            tolerance = _AGREEMENT * (float(np.abs(values).max()) or 1.0)
+            if not np.allclose(there, values, rtol=_AGREEMENT, atol=tolerance, equal_nan=True):
+                apart = float(np.abs(there - values).max())
                 raise ValueError(f"the {output} of the file differ by {apart:.2g} from those in Python")
 
 
@@ -109,7 +84,7 @@ def _exporting(guard: Guard) -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except Exception as error:  # of every kind, by the part of the network that they stumble over

@@ -1,29 +1,59 @@
-"""A guard: a classifier with its preprocessing and a calibrated detector, in one folder. ``Guard.load(folder)(x)``."""
+"""A guard: a classifier with its preprocessing and a calibrated detector, in one folder. ``Guard.load(folder)(x)``.
+
+The folder is written whole or not at all, and read without executing anything in it:
+
+========================  ==================================================================================
+``weights.safetensors``   encoder and head
+``detector.safetensors``  the fitted detector and its calibration
+``guard.json``            classes, preprocessing, network, alpha, the threshold that decides, metrics, versions
+``README.md``             what the guard is, how it is used, what it does not promise
+``model.onnx``            all of it in one graph
+``assets/``               config and tokenizer of a network that has such
+========================  ==================================================================================
+"""
 
 from __future__ import annotations
 
+import html
+import inspect
+import json
 import os
+import shutil
+import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
+import safetensors.torch
 import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 from pytorch_ood.api import FeaturesDetector, LogitsDetector
 from torch import Tensor, nn
 
+from rmd_plugin import backbones
 from rmd_plugin.backbones.base import Backbone, Transform, as_backbone
-from rmd_plugin.backbones.transforms import Tokenise
+from rmd_plugin.backbones.transforms import ImageTransform, Tokenise
 from rmd_plugin.detectors.conformal import Calibrated
 from rmd_plugin.detectors.drift import DriftAlarm
 from rmd_plugin.detectors.moments import pool_features, widened
-from rmd_plugin.files import read_picture, upright_rgb
-from rmd_plugin.guard import folder as guard_folder
+from rmd_plugin.files import name_file_in_errors, read_picture, require, upright_rgb
+from rmd_plugin.guard import ABOUT, FORMAT, read_about
+from rmd_plugin.report.run import collect_versions
 
 Kind = Literal["images", "texts", "features"]
 Threshold = float | Tensor | Sequence[float]
 
+WEIGHTS, DETECTOR, ASSETS = "weights.safetensors", "detector.safetensors", "assets"
+CARD, ONNX = "README.md", "model.onnx"
+#: arguments of backbones that say where weights come from: a guard has its own
+_SOURCES = ("checkpoint", "pretrained", "pretrained_head", "load_head", "frozen", "num_classes")
+#: what the hub calls them
+_TASKS = {"images": "image-classification", "texts": "text-classification", "features": "tabular-classification"}
 #: items that go through the network at once if a guard is called with many
 _BATCH = 64
 
@@ -82,6 +112,13 @@ class GuardNetwork(nn.Module):
         if self.threshold is not None:
             is_ood = ~(score.double() <= (self.threshold[nearest] if self.threshold.ndim else self.threshold))
         return Verdicts(logits, label, nearest, score, p_value, is_ood)
+
+
+class _ChannelsFirst(nn.Module):
+    """Pictures (B, H, W, 3) to (B, 3, H, W)."""
+
+    def forward(self, items: Tensor) -> Tensor:
+        return items.permute(0, 3, 1, 2)
 
 
 class Guard:
@@ -159,14 +196,8 @@ class Guard:
         return self.detector.alpha
 
     @property
-    def threshold(self) -> float | Tensor | None:
-        """The score above which an item is flagged; with a calibration per class one for each, shape (K,)."""
-        threshold = self.network.threshold
-        return threshold if threshold is None or threshold.ndim else float(threshold)
-
-    @property
-    def threshold_values(self) -> float | list[float] | None:
-        """The same as plain numbers."""
+    def threshold(self) -> float | list[float] | None:
+        """The score above which an item is flagged; with a calibration per class one for each of the K classes."""
         return None if self.network.threshold is None else self.network.threshold.tolist()
 
     def __repr__(self) -> str:
@@ -250,7 +281,34 @@ class Guard:
         Raises:
             ValueError: if it cannot be exported; the message says what is at fault.
         """
-        return guard_folder.save(self, Path(folder), onnx=onnx)
+        from rmd_plugin.guard.export import export_onnx
+
+        folder = Path(folder)
+        check_target(folder)
+        aside, old = (folder.absolute().with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}") for _ in range(2))
+        try:
+            with name_file_in_errors(folder):
+                (aside / ASSETS).mkdir(parents=True)
+                # a copy of each: some networks share tensors, which the format refuses
+                weights = {key: value.detach().cpu().clone() for key, value in self.backbone.state_dict().items()}
+                (aside / WEIGHTS).write_bytes(safetensors.torch.save(weights))
+                self.detector.save(aside / DETECTOR)
+                self.backbone.save_assets(aside / ASSETS)
+                if not any((aside / ASSETS).iterdir()):
+                    (aside / ASSETS).rmdir()
+                if onnx:
+                    export_onnx(self, aside / ONNX)
+                self.about = _about(self)
+                (aside / CARD).write_text(_card(self.about, onnx=onnx), encoding="utf-8")
+                content = json.dumps(self.about, indent=2, ensure_ascii=False, default=str)
+                (aside / ABOUT).write_text(content + "\n", encoding="utf-8")
+                if folder.exists():
+                    os.rename(folder, old)
+                os.rename(aside, folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        return folder
 
     @classmethod
     def load(
@@ -267,7 +325,21 @@ class Guard:
         Raises:
             ValueError: if the folder is no guard, or is damaged.
         """
-        return cls(**guard_folder.load(Path(folder), backbone)).to(device)
+        folder = Path(folder)
+        about = read_about(folder)
+        preparation = about["preprocessing"]
+        transform: Any = None if preparation is None else ImageTransform(**preparation)
+        network = as_backbone(backbone) if backbone is not None else _make_backbone(folder, about, transform)
+        try:
+            network.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS))
+        except (safetensors.SafetensorError, RuntimeError) as error:
+            raise ValueError(f"{folder / WEIGHTS} is damaged or does not fit the network: {error}") from error
+        network.head_loaded = True
+        if transform is None and about["kind"] != "features":
+            transform = network.test_transform
+        shape, threshold = about["input_shape"], about["threshold"]
+        options = {"transform": transform, "input_shape": shape, "about": about, "threshold": threshold}
+        return cls(network, Calibrated.load(folder / DETECTOR), about["classes"], **options).to(device)
 
     def push_to_hub(
         self,
@@ -277,8 +349,7 @@ class Guard:
         license: str | None = None,
         private: bool | None = None,
         token: str | None = None,
-        create_pr: bool = False,
-        commit_message: str = "Upload a guard of rmd-plugin",
+        **options: Any,
     ) -> str:
         """Upload the folder of the guard to the Hugging Face hub (extra ``hf``), with a model card.
 
@@ -288,30 +359,38 @@ class Guard:
             license: of the weights, as the hub names it, for example ``apache-2.0``.
             private: whether a new repository is private; None is the default of the account.
             token: by default that of ``hf auth login``.
-            create_pr: open a pull request in place of a commit.
-            commit_message: of the commit.
+            options: of ``huggingface_hub.HfApi.upload_folder``, for example ``commit_message`` or ``create_pr=True``.
 
         Returns:
             Address of the commit, or of the pull request.
         """
-        from rmd_plugin.guard import hub
-
-        return hub.push(
-            self, repo_id, onnx=onnx, license=license, private=private, token=token, create_pr=create_pr,
-            commit_message=commit_message,
-        )  # fmt: skip
+        hub = require("huggingface_hub", "hf", needed_by="push_to_hub")
+        api = hub.HfApi(token=token)
+        repo_id = str(api.create_repo(repo_id, private=private, exist_ok=True).repo_id)  # with the user's name in front
+        metadata = hub.ModelCardData(
+            library_name="rmd-plugin",
+            pipeline_tag=_TASKS[self.kind],
+            tags=["out-of-distribution-detection", "rmd-plugin", "pytorch"],
+            license=license,
+        )
+        with TemporaryDirectory() as folder:
+            path = self.save(Path(folder) / "guard", onnx=onnx)
+            card = (path / CARD).read_text(encoding="utf-8")
+            card = card.replace('Guard.load("FOLDER_OF_THIS_GUARD")', f'Guard.from_pretrained("{repo_id}")')
+            (path / CARD).write_text(f"---\n{metadata.to_yaml()}\n---\n\n{card}", encoding="utf-8")
+            # a file that an earlier guard had, such as model.onnx, would not belong to this one
+            options = {"commit_message": "Upload a guard of rmd-plugin", "delete_patterns": "*", **options}
+            commit = api.upload_folder(repo_id=repo_id, folder_path=path, **options)
+        return str(commit.pr_url or commit.commit_url)
 
     @classmethod
     def from_pretrained(
         cls,
         name: str | os.PathLike[str],
         *,
-        revision: str | None = None,
-        token: str | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        local_files_only: bool = False,
         backbone: nn.Module | None = None,
         device: torch.device | str = "cpu",
+        **options: Any,
     ) -> Self:
         """Load a guard from a folder, or from a repository of the Hugging Face hub (extra ``hf``).
 
@@ -319,17 +398,15 @@ class Guard:
 
         Args:
             name: a folder, or ``USER/NAME``.
-            revision: branch, tag or commit.
-            token: by default that of ``hf auth login``.
-            cache_dir: where downloads are kept; by default the cache of ``huggingface_hub``.
-            local_files_only: use what was downloaded before.
             backbone: as in :meth:`load`.
             device: where it is to run.
+            options: of ``huggingface_hub.snapshot_download``, for example ``revision`` (branch, tag or commit),
+                ``token``, ``cache_dir`` or ``local_files_only=True``.
         """
-        from rmd_plugin.guard import hub
-
-        options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-        return cls.load(hub.download(os.fspath(name), **options), backbone=backbone, device=device)
+        if not Path(name).is_dir():
+            hub = require("huggingface_hub", "hf", needed_by="from_pretrained")
+            name = hub.snapshot_download(os.fspath(name), **options)
+        return cls.load(name, backbone=backbone, device=device)
 
     def to_module(self) -> nn.Module:
         """One graph from raw items to verdicts, for ``torch.export`` and ONNX.
@@ -340,9 +417,15 @@ class Guard:
         Raises:
             ValueError: if a part of it cannot be exported; the message names it.
         """
-        from rmd_plugin.guard.export import GuardGraph
-
-        return GuardGraph(self)
+        if not self.network.exportable:
+            name = type(self.detector.detector).__name__
+            raise ValueError(
+                f"{name} cannot be exported: its scores are computed in Python. Use detector=fused, rmd, msp or "
+                "energy, or write the guard without model.onnx (onnx=false)."
+            )
+        if not isinstance(self.transform, ImageTransform):
+            return self.network.eval()
+        return nn.Sequential(_ChannelsFirst(), self.transform.to_module(), self.network).eval()
 
 
 def _picture(item: Any) -> Image.Image | Tensor:
@@ -352,3 +435,75 @@ def _picture(item: Any) -> Image.Image | Tensor:
     if isinstance(item, np.ndarray):
         item = Image.fromarray(item[..., 0] if item.ndim == 3 and item.shape[2] == 1 else item)
     return upright_rgb(item) if isinstance(item, Image.Image) else item
+
+
+# -- the folder -------------------------------------------------------------------------------------------------------
+
+
+def check_target(folder: Path) -> None:
+    """Refuse to write a guard over anything but a guard or an empty folder."""
+    occupied = not folder.is_dir() or (any(folder.iterdir()) and not (folder / ABOUT).is_file())
+    if folder.exists() and occupied:
+        raise ValueError(f"{folder} is no guard and not empty. Give another folder.")
+
+
+def _about(guard: Guard) -> dict[str, Any]:
+    """What ``guard.json`` says."""
+    detector, calibration, backbone = guard.detector.detector, guard.detector.calibration, guard.backbone
+    options = ", ".join(f"{name}={value!r}" for name, value in getattr(detector, "options", {}).items())
+    scores = calibration.scores.cpu().numpy() if calibration is not None else np.empty(0)
+    counts, edges = np.histogram(scores[np.isfinite(scores)], bins=40)
+    kind = type(backbone)
+    if getattr(backbones, kind.__name__, None) is not kind or kind is Backbone:
+        network: dict[str, Any] = {"own": f"{kind.__module__}.{kind.__qualname__}"}
+    else:
+        init_options = {name: v for name, v in backbone.init_options.items() if name not in _SOURCES and v is not None}
+        if "transform" in init_options:  # it stands under preprocessing, as one of ours
+            init_options["transform"] = True
+        network = {"class": kind.__name__, "options": init_options}
+    about: dict[str, Any] = {
+        "format": FORMAT,
+        "kind": guard.kind,
+        "classes": guard.class_names,
+        "alpha": guard.alpha,
+        "threshold": guard.threshold,
+        "calibration_samples": len(scores),
+        "validation_scores": {"edges": edges.tolist(), "counts": counts.tolist()},
+        "detector": f"{type(detector).__name__}({options})",
+        "backbone": network,
+        "preprocessing": asdict(guard.transform) if isinstance(guard.transform, ImageTransform) else None,
+        "input_shape": list(guard.input_shape),
+    }
+    about |= {key: value for key, value in guard.about.items() if key not in about}
+    return about | {"made": datetime.now(UTC).isoformat(timespec="seconds"), "versions": collect_versions()}
+
+
+def _card(about: Mapping[str, Any], *, onnx: bool) -> str:
+    """The model card as Markdown, from what ``guard.json`` says."""
+    loader = PackageLoader("rmd_plugin.guard")
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["plain"] = lambda text: html.escape(" ".join(str(text).split())).replace("|", "&#124;")
+    environment.filters["percent"] = lambda value: f"{100 * value:.1f} %"
+    template = environment.get_template("card.md")
+    return template.render(about=about, onnx=onnx, listed=50, metrics=about.get("metrics") or {})
+
+
+def _make_backbone(folder: Path, about: Mapping[str, Any], transform: Any) -> Backbone:
+    """A network of ours from its class and options; one of the user's own is named only."""
+    name, options = about["backbone"].get("class"), dict(about["backbone"].get("options", {}))
+    if name is None or ("transform" in options and transform is None):
+        raise ValueError(
+            f"{folder} holds a network or preprocessing of its maker's own ({name or about['backbone']['own']}), which "
+            "is not made from a file. In Python: Guard.load(folder, backbone=...) with that network."
+        )
+    kind = getattr(backbones, name) if name in backbones.__all__ else None
+    if not isinstance(kind, type) or not issubclass(kind, Backbone):
+        raise ValueError(f"{folder} names {name!r}, which is no backbone of this version.")
+    if (folder / ASSETS).is_dir():
+        options["name"] = str(folder / ASSETS)
+    if "transform" in options:
+        options["transform"] = transform
+    if "pretrained" in inspect.signature(kind).parameters:
+        options["pretrained"] = False
+    network: Backbone = kind(num_classes=len(about["classes"]), **options)
+    return network

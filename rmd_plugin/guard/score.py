@@ -30,9 +30,8 @@ from rmd_plugin.files import is_picture, name_file_in_errors, replacing
 if TYPE_CHECKING:
     from rmd_plugin.guard.guard import Guard
 
-SETTINGS, PART, SCORES, TABLE, REPORT = (
-    "score.json", "scores.csv.part", "scores.parquet", "scores.csv", "report.html",
-)  # fmt: skip
+SETTINGS, PART, TABLE = "score.json", "scores.csv.part", "scores.csv"
+SCORES, REPORT = "scores.parquet", "report.html"
 NOT_A_NUMBER = "the score is not a number: flagged as OOD"
 #: what a guard of each kind takes: the usual column, and the endings of tables
 _TABLES = {

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from rmd_plugin.compare.intervals import auroc
+from rmd_plugin.compare.rows import auroc
 from rmd_plugin.paper.document import order, rankings
 from rmd_plugin.paper.reproduce import SIMULATION
 from rmd_plugin.paper.studies import StudyResult

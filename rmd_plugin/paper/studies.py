@@ -18,8 +18,7 @@ from pytorch_ood.api import FeaturesDetector
 from torch import Tensor
 
 from rmd_plugin import RMD, FlowLikelihood, Mahalanobis, MarginalMahalanobis, Moments, RelativeFlow
-from rmd_plugin.compare.intervals import auroc
-from rmd_plugin.compare.rows import ACCURACY, AUROC, make_row, make_rows, select
+from rmd_plugin.compare.rows import ACCURACY, AUROC, auroc, make_row, make_rows, select
 from rmd_plugin.detectors.detectors import raise_if_interrupted
 from rmd_plugin.paper.published import NOT_RUN, TABLES, TEXT
 from rmd_plugin.report.names import label

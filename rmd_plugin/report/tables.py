@@ -504,7 +504,7 @@ def advice(choice: Choice | None) -> list[str]:
 
 def _rivals(best: str, scores: Scores, names: Sequence[str], ranked: Sequence[str]) -> list[str]:
     """Detectors whose difference to the best in the mean AUROC over sets is within its standard errors."""
-    from rmd_plugin.compare.intervals import placements
+    from rmd_plugin.compare.rows import placements
 
     quantile = NormalDist().inv_cdf(1 - 0.05 / max(2, len(scores) * (len(scores) - 1)))
     # the ID samples are those of every set, so their shares are averaged; the OOD samples are each set's own

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
-from tiny_benchmark import Tiny, TinyNet, Vectors
+from tiny_benchmark import Tiny, TinyNet
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from rmd_plugin import NumericalWarning
 from rmd_plugin.compare.features import Extractor, FeatureCache, fingerprint, fit_linear_probe
@@ -45,7 +44,7 @@ def test_features_are_those_of_the_encoder_in_evaluation_mode_and_a_split_passes
     assert extractor.backbone.seen == 50
     assert torch.equal(torch.random.get_rng_state(), state)
     assert extractor.backbone.encoder[3].training
-    expected = extractor.backbone.eval().encoder(extractor.benchmark.parts["near"].x).detach()
+    expected = extractor.backbone.eval().encoder(extractor.benchmark.items("near")).detach()
     assert torch.allclose(near.features, expected, atol=1e-6)
     assert near.labels.tolist() == [-1] * 50
 
@@ -71,9 +70,9 @@ def test_any_change_misses_the_cache(change, cache):
         with torch.no_grad():
             backbone.encoder[1].running_mean[0] += 1e-6
     elif change == "data":
-        benchmark.parts["test"].x[0, 0] += 1e-6
+        benchmark.test_in.source.items[0, 0] += 1e-6
     elif change == "labels":
-        benchmark.parts["test"].y[0] = 2
+        benchmark.test_in.labels[0] = 2
     elif change == "transform":
         backbone.test_transform = torch.clone
     else:
@@ -97,7 +96,7 @@ def test_a_network_whose_code_changed_and_a_damaged_file_are_computed_again(cach
     monkeypatch.setattr(Sneaky, "factor", 2.0)
     features = make(cache, backbone=backbone).features("test")
     assert not features.cached
-    assert torch.equal(features.features, 2 * Tiny().parts["test"].x)
+    assert torch.equal(features.features, 2 * Tiny().items("test"))
     assert "not what the network gives today" in caplog.text
     (path,) = files(cache)
     path.write_bytes(path.read_bytes()[:-20])
@@ -114,18 +113,6 @@ def test_a_transform_that_cannot_be_hashed_is_not_cached_and_says_so(cache, capl
     assert "not cached" in caplog.text
 
 
-def test_data_sets_that_do_not_know_their_content_are_hashed_by_a_pass(cache):
-    class Foreign(Tiny):
-        def __init__(self, shift=0.0):
-            super().__init__()
-            for name, part in self.parts.items():
-                self.parts[name] = TensorDataset(part.x + shift, part.y)
-
-    make(cache, Foreign()).features("test")
-    assert make(cache, Foreign()).features("test").cached
-    assert not make(cache, Foreign(1e-6)).features("test").cached
-
-
 def test_half_precision_is_widened_double_is_kept_and_maps_are_averaged(cache):
     backbone = TinyNet()
     backbone.encoder, backbone.test_transform = nn.Linear(6, 4).to(torch.bfloat16), torch.Tensor.bfloat16
@@ -134,21 +121,14 @@ def test_half_precision_is_widened_double_is_kept_and_maps_are_averaged(cache):
     assert make(cache, backbone=backbone).features("test").features.dtype == torch.float64
     backbone.encoder, backbone.test_transform = nn.Unflatten(1, (2, 3, 1)), None
     features = make(backbone=backbone).features("test").features
-    assert torch.allclose(features, Tiny().parts["test"].x.view(-1, 2, 3).mean(2))
+    assert torch.allclose(features, Tiny().items("test").view(-1, 2, 3).mean(2))
 
 
-def test_unknown_splits_empty_splits_and_odd_batches_are_refused():
+def test_a_split_without_samples_is_refused_by_its_name():
     benchmark = Tiny()
-    with pytest.raises(KeyError, match="near, far"):
-        make().features("middle")
-    benchmark.parts["test"] = Vectors(torch.zeros(0, 6), torch.zeros(0))
-    with pytest.raises(ValueError, match="no sample"):
-        make(benchmark=benchmark).features("test")
-    benchmark.parts["test"] = TensorDataset(torch.zeros(3, 6))
-    with pytest.raises(ValueError, match="pairs"):
-        make(benchmark=benchmark).features("test")
-    with pytest.raises(ValueError, match="batch_size"):
-        make(batch_size=0)
+    benchmark.test_oods[0] = benchmark.test_oods[0].subset(np.arange(0))
+    with pytest.raises(ValueError, match="near"):
+        make(benchmark=benchmark).features("near")
 
 
 @pytest.mark.slow
@@ -246,16 +226,13 @@ def data():
 
 def test_the_logits_of_a_probe_are_those_of_scikit_learn_up_to_a_shift(data):
     z, y = data
-    state = torch.random.get_rng_state()
-    with torch.inference_mode():
-        probe = fit_linear_probe(torch.cat([z, torch.randn(9, 6)]), torch.cat([y, torch.full((9,), -1)]))
+    probe = fit_linear_probe(z, y, 3)
     assert not probe.weight.requires_grad
     x = ((z - z.mean(0)) / z.std(0, correction=0)).double().numpy()
     expected = LogisticRegression(C=1.0, tol=1e-8, max_iter=1000).fit(x, y.numpy()).decision_function(x)
     logits = probe(z).double().numpy()
     # softmax does not see a number that is added to all logits
     assert np.allclose(logits - logits.mean(1, keepdims=True), expected - expected.mean(1, keepdims=True), atol=2e-3)
-    torch.random.set_rng_state(state)
 
 
 def test_dead_features_get_no_weight_and_classes_without_samples_their_logits(data):
@@ -266,11 +243,9 @@ def test_dead_features_get_no_weight_and_classes_without_samples_their_logits(da
     assert probe.weight[:, 6:].abs().max() == 0
 
 
-def test_a_probe_that_stops_early_or_has_no_data_says_so(data):
+def test_a_probe_that_stops_early_or_has_bad_data_says_so(data):
     z, y = data
     with pytest.warns(NumericalWarning, match="converged"):
-        fit_linear_probe(z, y, max_iter=1)
-    with pytest.raises(ValueError, match="no ID sample"):
-        fit_linear_probe(z, torch.full_like(y, -1))
+        fit_linear_probe(z, y, 3, max_iter=1)
     with pytest.raises(ValueError, match="NaN"):
-        fit_linear_probe(torch.full_like(z, torch.nan), y)
+        fit_linear_probe(torch.full_like(z, torch.nan), y, 3)

@@ -6,8 +6,8 @@ import torch
 from pytorch_ood.metrics.functional import auroc as tensor_auroc
 from scipy.stats import norm
 
-from rmd_plugin.compare import intervals
-from rmd_plugin.compare.intervals import auroc, auroc_interval, bootstrap, placements
+from rmd_plugin.compare import rows
+from rmd_plugin.compare.rows import auroc, auroc_interval, bootstrap, placements
 
 
 def framework_auroc(id_scores, ood_scores):
@@ -39,11 +39,11 @@ def test_every_resample_has_the_frameworks_auroc(monkeypatch):
     id_scores, ood_scores = (scores.round(1) for scores in draw(np.random.default_rng(0), 40, 30, 0.8))
     expected = [
         framework_auroc(np.repeat(id_scores, a), np.repeat(ood_scores, b))
-        for id_times, ood_times in intervals._draw(40, 30, 60, 3)
+        for id_times, ood_times in rows._draw(40, 30, 60, 3)
         for a, b in zip(id_times, ood_times, strict=True)
     ]
     assert bootstrap(id_scores, ood_scores, 60, seed=3) == pytest.approx(expected, abs=1e-12)
-    monkeypatch.setattr(intervals, "_KEEP_BYTES", 0)  # drawn anew for every detector
+    monkeypatch.setattr(rows, "_KEEP_BYTES", 0)  # drawn anew for every detector
     assert bootstrap(id_scores, ood_scores, 60, seed=3) == pytest.approx(expected, abs=1e-12)
 
 

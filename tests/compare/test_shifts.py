@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 from pytorch_ood.detector import MaxSoftmax
-from tiny_benchmark import CLASSES, WIDTH, Tiny, TinyNet, Vectors
+from tiny_benchmark import CLASSES, WIDTH, Tiny, TinyNet, vectors
 
 from rmd_plugin import RMD
+from rmd_plugin.benchmarks import OODSet
 from rmd_plugin.compare.comparison import compare
 from rmd_plugin.compare.features import Extractor
 from rmd_plugin.compare.rows import select
@@ -18,12 +19,13 @@ DETECTORS = {"rmd": RMD, "msp": MaxSoftmax}
 class Shifted(Tiny):
     """The classes of Tiny as two other scanners see them; nobody has labelled what the second one sees."""
 
-    def __init__(self):
-        super().__init__()
+    def load(self):
         y = torch.arange(45) % CLASSES
         noise = torch.randn(45, WIDTH, generator=torch.Generator().manual_seed(5))
-        seen = 4 * torch.eye(CLASSES, WIDTH)[y] + 2 * noise
-        self.shifts = {"scanner": Vectors(seen, y), "unlabelled": Vectors(seen + 1, torch.full((45,), -1))}
+        seen, parts = 4 * torch.eye(CLASSES, WIDTH)[y] + 2 * noise, super().load()
+        parts.oods.append(OODSet("scanner", "shift", vectors(seen, y)))
+        parts.oods.append(OODSet("unlabelled", "shift", vectors(seen + 1, np.full(45, -1))))
+        return parts
 
 
 def run(benchmark):

@@ -104,11 +104,6 @@ def test_a_guard_judges_in_evaluation_mode():
     assert all(torch.equal(value, before[name]) for name, value in guard.backbone.state_dict().items())
 
 
-def test_the_alarms_on_held_out_data_are_the_promised_share(guard):
-    held_out = guard(pictures(80, seed=1))  # those that it was calibrated on
-    assert int(held_out.is_ood.sum()) <= 0.05 * 81
-
-
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

@@ -28,11 +28,12 @@ def hub(tmp_path, monkeypatch):
             assert exist_ok
             return SimpleNamespace(repo_id=f"me/{repo_id}")
 
-        def upload_folder(self, *, repo_id, folder_path, commit_message, create_pr, delete_patterns):
+        def upload_folder(self, *, repo_id, folder_path, commit_message, delete_patterns, create_pr=False):
             shutil.rmtree(tmp_path / repo_id, ignore_errors=True)
             assert delete_patterns == "*"
             shutil.copytree(folder_path, tmp_path / repo_id)
-            return SimpleNamespace(commit_url=f"hub/{repo_id}/commit/1", pr_url=f"hub/{repo_id}/discussions/1")
+            pr_url = f"hub/{repo_id}/discussions/1" if create_pr else None
+            return SimpleNamespace(commit_url=f"hub/{repo_id}/commit/1", pr_url=pr_url)
 
     def snapshot_download(name, **options):
         calls["download"] = options

@@ -7,8 +7,7 @@ import numpy as np
 from conftest import make_blobs
 
 from rmd_plugin import RMD, Mahalanobis
-from rmd_plugin.compare.intervals import auroc
-from rmd_plugin.compare.rows import make_row, make_rows
+from rmd_plugin.compare.rows import auroc, make_row, make_rows
 from rmd_plugin.report.run import RunFolder
 
 SETS = {"blobs": "near", "noise": "far"}

@@ -6,8 +6,7 @@ import pandas as pd
 import pytest
 from report_kit import auroc_row
 
-from rmd_plugin.compare.intervals import auroc_interval
-from rmd_plugin.compare.rows import make_row, make_rows, select
+from rmd_plugin.compare.rows import auroc_interval, make_row, make_rows, select
 from rmd_plugin.report.tables import (
     Cell,
     Column,
