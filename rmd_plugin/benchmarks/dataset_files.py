@@ -3,6 +3,7 @@
 Rows are a data frame with the columns ``label`` and ``split``, whose index is the position of each item.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -78,19 +79,18 @@ def fetch(url: str, sha256: str, path: Path) -> Path:
         ChecksumError: the content is not the published one; a download is not kept.
         DownloadError: the server could not be reached, or the disk is full.
     """
-    if path.exists():
-        if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-            raise ChecksumError(path, f"its sha256 is not the published {sha256}. Fetch the file again.")
-        return path
     import torch
 
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
     except RuntimeError as error:  # so torch calls a wrong hash
         raise ChecksumError(path, f"{url} did not give the published file: {error}. Not kept.") from error
     except OSError as error:
         raise DownloadError(f"could not download {url} to {path}: {error}. Put it there by hand") from error
+    if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+        raise ChecksumError(path, f"its sha256 is not the published {sha256}. Fetch the file again.")
     return path
 
 
@@ -187,11 +187,9 @@ def read_columns(path: Path, names: Sequence[str | None] | None = None) -> dict[
 
 
 def _dataset(path: Path) -> Any:
-    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
-    files = [file for file in files if not file.name.startswith((".", "_"))]
-    if not files:
-        raise DataFormatError(path, "is a folder without Parquet files")
-    return ds.dataset(files, format=_ARROW_FORMATS[files[0].suffix.lower()])
+    """A Parquet or Arrow file, or a folder of Parquet files in which others are passed over."""
+    file_format = _ARROW_FORMATS[".parquet" if path.is_dir() else path.suffix.lower()]
+    return ds.dataset(path, format=file_format, exclude_invalid_files=path.is_dir())
 
 
 def column_names(path: Path) -> list[str] | None:
@@ -226,27 +224,23 @@ def make_rows(
         key: the split that the whole file belongs to, if it has no such column.
     """
     for name, usual in ((label, "label"), (None if key else split, "split")):
-        if name not in (None, usual) and name not in columns and not (key or "").startswith(OOD):
+        if name not in (None, usual, *columns) and not (key or "").startswith(OOD):
             raise DataFormatError(path, f"has no column or array {name!r}; it has {', '.join(columns)[:300]}")
-    if count == 0 or any(len(columns[name]) != count for name in columns if name in (label, split)):
-        raise DataFormatError(path, f"has no rows, or other numbers of labels or splits than the {count} items")
+    if count == 0:
+        raise DataFormatError(path, "has no rows")
     with naming(path):
-        codes, values = pd.factorize(np.asarray(columns.get(label or "", [None] * count), dtype=object))
-    rows = pd.DataFrame({"label": np.array([*map(_label_text, values), None], dtype=object)[codes]})
-    words = columns.get(split or "", [TRAIN] * count) if key is None else [key] * count
-    rows["split"] = pd.Series(words, dtype=str).str.strip().replace({"validation": VAL, "ood": f"{OOD}ood"})
-    unknown = ~rows["split"].str.fullmatch(f"{TRAIN}|{VAL}|{TEST}|{OOD}.+")
-    unlabelled = rows["label"].isna() & ~rows["split"].str.startswith(OOD)
+        words = {"label": columns.get(label or ""), "split": key or columns.get(split or "", TRAIN)}
+        rows = pd.DataFrame(words, index=range(count), dtype=object)
+    rows["label"] = rows["label"].map(_label_text)
+    rows["split"] = rows["split"].astype(str).str.strip().replace({"validation": VAL, "ood": f"{OOD}ood"})
+    inside = ~rows["split"].str.startswith(OOD)
     for wrong, reason in (
-        (unknown, "the split is none of train, val, test, ood and ood:NAME, but "),
-        (
-            unlabelled,
-            "there is no label, a text or a whole number; only OOD rows can do without. The split is ",
-        ),
+        (inside & ~rows["split"].isin([TRAIN, VAL, TEST]), "is none of train, val, test, ood and ood:NAME"),
+        (inside & rows["label"].isna(), "needs labels, texts or whole numbers; only OOD rows can do without"),
     ):
         if wrong.any():
             row = int(np.argmax(wrong))
-            raise DataFormatError(path, f"row {row + 1}: {reason}{rows['split'][row]!r}")
+            raise DataFormatError(path, f"row {row + 1}: the split {rows['split'][row]!r} {reason}")
     return rows
 
 
@@ -342,12 +336,9 @@ def list_pictures(path: Path) -> pd.DataFrame:
         if not folders and (path / key).is_dir():
             raise DataFormatError(path / key, "holds no folders; each class and each OOD set has a folder of its own")
         for folder in folders:
-            # in the order of torchvision's ImageFolder, without what begins with a dot
-            walk = (
-                os.path.join(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names
-            )
-            visible = (file for file in walk if is_picture(file) and f"{os.sep}." not in file.removeprefix(str(folder)))
-            paths = sorted(visible, key=os.path.split)
+            # in the order of torchvision's ImageFolder; glob passes over what begins with a dot
+            names = filter(is_picture, glob.iglob("**", root_dir=folder, recursive=True))
+            paths = sorted((os.path.join(folder, name) for name in names), key=os.path.split)
             if not paths:
                 raise DataFormatError(folder, f"holds no picture; endings of pictures are {', '.join(PICTURE_ENDINGS)}")
             split = OOD + folder.name if key == "ood" else key

@@ -151,7 +151,7 @@ def test_columns_that_do_not_fit_are_refused_with_what_there_is(tmp_path, column
 def test_a_test_split_whose_labels_are_kept_secret_is_refused_unless_it_is_left_out(tmp_path):
     secret = {"text": ["x", "y"], "label": [-1, -1]}
     path = save(tmp_path / "a", classes("a", "b", "c"), train=texts(30, "a"), test=secret)
-    with pytest.raises(DataFormatError, match="no label"):
+    with pytest.raises(DataFormatError, match="needs labels"):
         HFDataset(path)
     assert repr(HFDataset(path, test=None)) == "HFDataset(train=21, val=3, test=6)"
 
