@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -258,10 +258,15 @@ def read_table(path: Path, item: str, label: str, split: str | None, key: str | 
     columns = read_columns(path, [item, label, split])
     if item not in columns:
         raise DataFormatError(path, f"has no column {item!r}; it has {', '.join(columns)[:300] or 'nothing'}")
-    empty = [not isinstance(value, str) or not value.strip() for value in columns[item]]
-    if any(empty):
-        raise DataFormatError(path, f"row {empty.index(True) + 1}: {item!r} is missing or empty, a text is expected")
-    return make_rows(path, columns, len(empty), label, split, key).assign(item=columns[item])
+    check_texts(path, item, columns[item])
+    return make_rows(path, columns, len(columns[item]), label, split, key).assign(item=columns[item])
+
+
+def check_texts(path: Path, name: str, texts: Iterable[object]) -> None:
+    """Refuse a column of texts of which one is missing or empty."""
+    for row, value in enumerate(texts, 1):
+        if not isinstance(value, str) or not value.strip():
+            raise DataFormatError(path, f"row {row}: {name!r} is missing or empty, a text is expected")
 
 
 def read_texts(path: Path, text: str, label: str, split: str | None) -> pd.DataFrame:

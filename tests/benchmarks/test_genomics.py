@@ -57,9 +57,9 @@ def test_the_encodings_are_one_hot_and_tokens(tmp_path):
     torch.testing.assert_close(x, torch.nn.functional.one_hot(tokens, 4).T.float())
     other = one_hot(torch.tensor([0, 4, 3]))
     assert other.tolist() == [[1, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 1]]
-    with pytest.raises(ValueError, match="encoding must be one_hot or tokens"):
+    with pytest.raises(ValueError, match="encoding"):
         Genomics(data_dir=tmp_path, encoding="kmers")
-    with pytest.raises(ValueError, match="source must be published or genomes"):
+    with pytest.raises(ValueError, match="source"):
         Genomics(data_dir=tmp_path, source="fasta")
 
 

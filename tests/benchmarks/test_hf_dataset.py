@@ -139,7 +139,7 @@ def test_bad_pictures_are_refused_or_left_out(tmp_path, caplog):
         ({"text": ["a", "b"], "label": [0, 1]}, {"input": "label"}, "'label'"),
         ({"text": ["a", "b"], "label": [0, 1]}, {"test": "probe"}, "'probe'"),
         ({"text": ["a", "b"], "y": [0, 1]}, {}, "'label'"),
-        ({"text": ["a", None], "label": [0, 1]}, {}, "row 1"),
+        ({"text": ["a", None], "label": [0, 1]}, {}, "row 2"),
         ({"text": ["a", "b"], "label": [0, None]}, {}, "row 2"),
     ],
 )  # fmt: skip

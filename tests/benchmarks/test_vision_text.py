@@ -197,7 +197,7 @@ def test_clinc_labels_follow_the_sorted_intents_and_texts_are_raw_strings(tmp_pa
 def test_absent_clinc_is_one_error_with_the_place_and_the_remedy(tmp_path):
     with pytest.raises(DataNotFoundError, match=r"data_small\.json.*download=True"):
         CLINC150(data_dir=tmp_path, variant="small")
-    with pytest.raises(ValueError, match="variant must be one of full, small, imbalanced, oos_plus"):
+    with pytest.raises(ValueError, match="variant"):
         CLINC150(data_dir=tmp_path, variant="large")
 
 
