@@ -13,19 +13,9 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
+from rmd_plugin.backbones import transforms
 from rmd_plugin.backbones.base import PACKAGED, Backbone, CheckpointError, SharedOptions, find_checkpoint, packaged_path
-from rmd_plugin.backbones.transforms import (
-    CONFIG,
-    METADATA,
-    NOT_LOADED,
-    ImageProcessor,
-    ImageTransform,
-    Tokenise,
-    VisionOptions,
-    own_transform,
-    prepared,
-    with_transforms,
-)
+from rmd_plugin.backbones.transforms import CONFIG, ImageProcessor, ImageTransform, Tokenise, VisionOptions
 from rmd_plugin.files import require
 
 log = logging.getLogger(__name__)
@@ -44,8 +34,8 @@ def _with_metadata(
     size, mean, std, name = usual
     # a few models name one at random, or Lanczos, which is closest to the cubic
     transform = ImageTransform(size, mean, std, interpolation="bilinear" if name == "bilinear" else "bicubic")
-    origin = METADATA if loaded else NOT_LOADED
-    return with_transforms(shared, transform, origin, size=image_size, crop_pct=crop_pct)
+    origin = transforms.METADATA if loaded else transforms.NOT_LOADED
+    return transforms.with_transforms(shared, transform, origin, size=image_size, crop_pct=crop_pct)
 
 
 def _count_features(encoder: nn.Module, probe: Tensor) -> int:
@@ -157,13 +147,8 @@ class OpenCLIP(Backbone):
     ) -> None:
         open_clip = require("open_clip", "vision", needed_by=f"backbone open_clip/{name}")
         loaded = pretrained and shared.get("checkpoint") is None
-        visual = open_clip.create_model(
-            name,
-            pretrained=tag if loaded else None,
-            force_image_size=image_size,
-            pretrained_image=False,
-            pretrained_text=False,
-        ).visual
+        weights = tag if loaded else None
+        visual = open_clip.create_model(name, weights, force_image_size=image_size, pretrained_text=False).visual
         if getattr(visual, "output_tokens", False):
             visual.output_tokens = False  # captioning models would give every patch beside the pooled features
         size = int(visual.image_size[0] if isinstance(visual.image_size, Sequence) else visual.image_size)
@@ -240,7 +225,6 @@ class TorchVision(Backbone):
 
 # -- transformers -----------------------------------------------------------------------------------------------------
 
-_POOLINGS = ("cls", "mean", "pooler")
 _MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 #: commits of the hub for the models that our configs name
 _REVISIONS = {_MINILM: "c9745ed1d9f207416be6d2e6f8de32d1f16199bf"}
@@ -340,8 +324,6 @@ class HF(Backbone):
         image_size: int | None = None,
         **shared: Unpack[VisionOptions],
     ) -> None:
-        if pooling not in (None, *_POOLINGS):
-            raise ValueError(f"pooling must be one of {', '.join(_POOLINGS)}, or null, got {pooling!r}.")
         config = _from_pretrained("AutoConfig", name, revision)
         if hasattr(config, "vision_config"):
             raise ValueError(f"{name} is for pictures and texts at once. For CLIP and the like: backbone=open_clip.")
@@ -356,7 +338,7 @@ class HF(Backbone):
         patches, pad_id = 0, None
         if whole.main_input_name == "input_ids":
             text = _tokenise(name, revision, base, max_length)
-            options = prepared(shared, text, text, {"tokens": "the model's own tokenizer", "length": CONFIG})
+            options = transforms.prepared(shared, text, text, {"tokens": "the model's own tokenizer", "length": CONFIG})
             pad_id = int(text.tokenizer.pad_token_id)
             probe = torch.tensor([text.tokenizer("a b c")["input_ids"]])
         else:
@@ -373,7 +355,7 @@ class HF(Backbone):
             encoder = _TransformersEncoder(whole, None, pad_id)
         else:
             chosen = _check_pooling(name, base, pooling, probe, pad_id, patches)
-            if chosen != "pooler" and getattr(base, "pooler", None) is not None:
+            if chosen != "pooler" and any(key.startswith("pooler.") for key, _ in base.named_parameters()):
                 base.pooler = None  # weights that never get a gradient would stop DDP
             encoder = _TransformersEncoder(base, chosen, pad_id, patches)
         architecture = {"name": name, "pooling": encoder.pooling}
@@ -419,8 +401,6 @@ class BERT(HF):
         pretrained: bool = True,
         **shared: Unpack[SharedOptions],
     ) -> None:
-        if pooling not in ("mean", "cls"):
-            raise ValueError(f"pooling must be 'mean' or 'cls', got {pooling!r}.")
         super().__init__(name, pooling=pooling, max_length=max_length, pretrained=pretrained, **shared)
         if not isinstance(self.test_transform, Tokenise):
             raise ValueError(f"{name} is a model for pictures: backbone=hf backbone.name={name}.")
@@ -472,7 +452,7 @@ def _picture_options(name: str, revision: str | None, shared: VisionOptions, ima
     """Keyword arguments of a Backbone for pictures, prepared by the model's own processor changed as the user wants."""
     changes: dict[str, Any] = {"mean": shared.get("mean"), "std": shared.get("std")}
     changes = {part: value for part, value in changes.items() if value is not None}
-    if own := own_transform(shared, [*changes]):  # the processor is not used, and may be missing
+    if own := transforms.own_transform(shared, [*changes]):  # the processor is not used, and may be missing
         return own
     images = {f"image_{part}": value for part, value in changes.items()}
     processor = _from_pretrained("AutoImageProcessor", name, revision, **images)
@@ -485,7 +465,7 @@ def _picture_options(name: str, revision: str | None, shared: VisionOptions, ima
             setattr(processor, sizes, {key: round(side * image_size / old) for key, side in sides if side})
     train, test = (ImageProcessor(processor, name, augment) for augment in (True, False))
     origins = {part: CONFIG if part in changes else "the model's own processor" for part in ("size", "mean", "std")}
-    return prepared(shared, train, test, origins)
+    return transforms.prepared(shared, train, test, origins)
 
 
 def _check_pooling(name: str, model: Any, pooling: str | None, probe: Tensor, pad_id: int | None, patches: int) -> str:

@@ -64,13 +64,9 @@ class SmallCNN(Backbone):
         image_size: int | None = None,
         **shared: Unpack[VisionOptions],
     ) -> None:
-        if not widths:
-            raise ValueError("widths must name at least one pair of convolutions, got none.")
         options = _with_pictures(shared, "SmallCNN", image_size)
         in_channels = in_channels if in_channels is not None else 3 if "test_transform" in options else 1
         dims = 2 if dims is None else dims
-        if dims not in (1, 2):
-            raise ValueError(f"dims must be 1 (vectors, sequences) or 2 (pictures), got {dims}.")
         flat = dims == 1
         convolution, normalisation, pooling = _LAYERS[dims]
         layers: list[nn.Module] = [_AsSequence()] if flat else []
@@ -115,8 +111,6 @@ class MLP(Backbone):
         image_size: int | None = None,
         **shared: Unpack[VisionOptions],
     ) -> None:
-        if not hidden:
-            raise ValueError("hidden must name at least one layer; for none at all use backbone=identity.")
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}.")
         layers: list[nn.Module] = [nn.Flatten(1)]

@@ -122,7 +122,6 @@ def test_the_exported_module_gives_pythons_numbers_for_pictures_of_every_size(
         ({"mean": (0.5,)}, "mean"),
         ({"std": (1, 0, 1)}, "above 0"),
         ({"size": None, "crop_pct": 0.5}, "size"),
-        ({"interpolation": "nearest"}, "nearest"),
         ({"crop_pct": 0.0}, "crop_pct"),
     ],
 )
