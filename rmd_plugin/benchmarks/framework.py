@@ -146,10 +146,7 @@ class _Wrapped(OODBenchmark):
 
 
 def framework_parts(
-    benchmark: Benchmark,
-    *,
-    val_fraction: float,
-    source: Callable[[Dataset[Any]], Source[Any]] = DatasetItems,
+    benchmark: Benchmark, *, val_fraction: float, source: Callable[[Dataset[Any]], Source[Any]] = DatasetItems
 ) -> Parts:
     """The sets of a benchmark of the framework.
 

@@ -5,9 +5,6 @@ import logging
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +18,7 @@ from rmd_plugin.files import MissingExtraError
 
 
 @pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _offline(monkeypatch, tmp_path):
     """Empty caches and no network, on any machine."""
     pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
     monkeypatch.setattr("torch.hub.get_dir", lambda: str(tmp_path / "torch" / "hub"))
@@ -29,7 +26,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def put_in_hub_cache(cache: Path, repo_id: str, filename: str, state: dict[str, torch.Tensor]) -> None:
+def put_in_hub_cache(cache, repo_id, filename, state):
     """Lay a file where the hub's client keeps what it has downloaded."""
     folder = cache / f"models--{repo_id.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
@@ -47,16 +44,14 @@ def put_in_hub_cache(cache: Path, repo_id: str, filename: str, state: dict[str, 
         (lambda: BERT(), "transformers", "text"),
     ],
 )
-def test_a_missing_package_is_an_error_that_names_the_extra(
-    build: Callable[[], object], module: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_an_error_that_names_the_extra(build, module, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=rf"{module}.*\[{extra}\]"):
         build()
 
 
 @pytest.mark.slow
-def test_optional_packages_are_imported_only_when_chosen() -> None:
+def test_optional_packages_are_imported_only_when_chosen():
     code = """
 import sys
 import rmd_plugin.backbones.hub
@@ -69,7 +64,7 @@ print(sorted({"timm", "open_clip", "transformers", "huggingface_hub", "torchvisi
 # -- timm -------------------------------------------------------------------------------------------------------------
 
 
-def test_timm_gives_timms_own_features_and_head_from_the_cache(tmp_path: Path) -> None:
+def test_timm_gives_timms_own_features_and_head_from_the_cache(tmp_path):
     timm = pytest.importorskip("timm", reason="timm is not installed (extra vision)")
     name = "test_resnet.r160_in1k"
     reference = timm.create_model(name, pretrained=False).eval()
@@ -90,17 +85,17 @@ def test_timm_gives_timms_own_features_and_head_from_the_cache(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_convnext"])
-def test_a_timm_checkpoint_loads_with_its_classifier(name: str, tmp_path: Path) -> None:
+def test_a_timm_checkpoint_loads_with_its_classifier(name, tmp_path):
     timm = pytest.importorskip("timm", reason="timm is not installed (extra vision)")
     reference = timm.create_model(name, num_classes=7).eval()
     torch.save({"state_dict": {f"net.{k}": v for k, v in reference.state_dict().items()}}, tmp_path / "model.pt")
-    ours: Any = Timm(name, checkpoint=tmp_path / "model.pt").eval()
+    ours = Timm(name, checkpoint=tmp_path / "model.pt").eval()
     assert ours.num_classes == 7
     x = torch.rand(2, 3, ours.test_transform.size, ours.test_transform.size)
     torch.testing.assert_close(ours(x), reference(x))
 
 
-def test_the_original_numpy_weights_of_a_vision_transformer_load(tmp_path: Path) -> None:
+def test_the_original_numpy_weights_of_a_vision_transformer_load(tmp_path):
     timm = pytest.importorskip("timm", reason="timm is not installed (extra vision)")
     name, options = "vit_base_patch16_224.orig_in21k", {"depth": 1, "embed_dim": 32, "num_heads": 2, "img_size": 32}
     reference = timm.create_model(name, num_classes=0, **options).eval()
@@ -133,9 +128,7 @@ def test_the_original_numpy_weights_of_a_vision_transformer_load(tmp_path: Path)
 # -- open_clip, torchvision -------------------------------------------------------------------------------------------
 
 
-def test_clip_gives_the_image_embedding_of_a_whole_clip_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clip_gives_the_image_embedding_of_a_whole_clip_checkpoint(tmp_path, monkeypatch):
     open_clip = pytest.importorskip("open_clip", reason="open_clip is not installed (extra vision)")
     tower = {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 16}
     words = {"context_length": 8, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
@@ -151,12 +144,12 @@ def test_clip_gives_the_image_embedding_of_a_whole_clip_checkpoint(
     config = {"hf_hub": "org/tiny/", "url": "", "mean": (0.5,) * 3, "std": (0.25,) * 3}
     monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "rmd-tiny-clip", {"mine": config})
     put_in_hub_cache(tmp_path / "hub", "org/tiny", "open_clip_model.safetensors", reference.state_dict())
-    cached: Any = OpenCLIP("rmd-tiny-clip", tag="mine").eval()
+    cached = OpenCLIP("rmd-tiny-clip", tag="mine").eval()
     assert cached.test_transform.std == (0.25,) * 3
     torch.testing.assert_close(cached.encoder(x), reference.encode_image(x))
 
 
-def test_torchvision_gives_torchvisions_own_logits_from_the_cache(tmp_path: Path) -> None:
+def test_torchvision_gives_torchvisions_own_logits_from_the_cache(tmp_path):
     from torchvision.models import mobilenet_v3_small
 
     reference = mobilenet_v3_small().eval()
@@ -194,7 +187,7 @@ MODELS = {
 }
 
 
-def vision(folder: Path, choice: str = "vit") -> str:
+def vision(folder, choice="vit"):
     """A model with random weights and its processor, as transformers saves them."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra hf)")
     kind, options, processor, settings = MODELS[choice]
@@ -209,18 +202,18 @@ def vision(folder: Path, choice: str = "vit") -> str:
     return str(folder)
 
 
-def pictures() -> list[Image.Image]:
+def pictures():
     rng = np.random.default_rng(0)
     return [Image.fromarray(rng.integers(0, 256, (*s, 3), dtype=np.uint8)) for s in ((24, 24), (37, 61), (50, 31))]
 
 
 @pytest.mark.parametrize("choice", MODELS)
-def test_pictures_give_the_features_and_logits_of_transformers_itself(choice: str, tmp_path: Path) -> None:
+def test_pictures_give_the_features_and_logits_of_transformers_itself(choice, tmp_path):
     name = vision(tmp_path / "model", choice)
     import transformers
 
     backbone = HF(name).eval()
-    transform: Any = backbone.test_transform
+    transform = backbone.test_transform
     processor = transformers.AutoImageProcessor.from_pretrained(name)
     model = transformers.AutoModelForImageClassification.from_pretrained(name).eval()
     assert (backbone.head_loaded, backbone.num_classes) == (True, 5)
@@ -233,7 +226,7 @@ def test_pictures_give_the_features_and_logits_of_transformers_itself(choice: st
     assert set(backbone.origins.values()) == {"the model's own processor"}
     assert str(transform).endswith(f" of {name}")
     # one that never gets a gradient would stop DDP
-    train: Any = backbone.train_transform
+    train = backbone.train_transform
     backbone.train()(torch.stack([train(picture) for picture in pictures()])).sum().backward()
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
@@ -244,11 +237,11 @@ def test_pictures_give_the_features_and_logits_of_transformers_itself(choice: st
     assert torch.equal(pickle.loads(pickle.dumps(again.test_transform))(picture), pixels[0])
 
 
-def test_the_processor_is_changed_or_replaced_as_the_user_says(tmp_path: Path) -> None:
+def test_the_processor_is_changed_or_replaced_as_the_user_says(tmp_path):
     name = vision(tmp_path, "resnet")
     usual, changed = HF(name), HF(name, image_size=48, mean=[0.5] * 3, std=[0.25] * 3)
     picture = Image.new("RGB", (70, 60), (255, 255, 255))
-    prepared: Any = changed.test_transform
+    prepared = changed.test_transform
     assert prepared(picture).shape == (3, 48, 48)
     torch.testing.assert_close(prepared(picture), torch.full((3, 48, 48), 2.0))
     assert set(changed.origins.values()) == {"the config"}
@@ -259,22 +252,22 @@ def test_the_processor_is_changed_or_replaced_as_the_user_says(tmp_path: Path) -
         HF(name, transform=own, mean=[0, 0, 0])
 
 
-def test_the_pooling_is_what_was_asked_for_and_never_a_random_one(tmp_path: Path) -> None:
+def test_the_pooling_is_what_was_asked_for_and_never_a_random_one(tmp_path):
     name = vision(tmp_path)
     import transformers
 
     x = torch.rand(3, 3, 24, 24)
     hidden = transformers.AutoModelForImageClassification.from_pretrained(name).eval().base_model(x).last_hidden_state
     for pooling, expected in (("cls", hidden[:, 0]), ("mean", hidden[:, 1:].mean(dim=1))):
-        backbone = HF(name, pooling=pooling).eval()  # type: ignore[arg-type]
+        backbone = HF(name, pooling=pooling).eval()
         torch.testing.assert_close(backbone.encoder(x), expected, rtol=1e-4, atol=1e-5)
         assert not backbone.head_loaded
     for wrong in ("pooler", "max"):
         with pytest.raises(ValueError, match="cls, mean"):
-            HF(name, pooling=wrong)  # type: ignore[arg-type]
+            HF(name, pooling=wrong)
 
 
-def test_other_numbers_of_classes_get_a_new_head_and_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_numbers_of_classes_get_a_new_head_and_are_said(tmp_path, caplog):
     name = vision(tmp_path)
     with caplog.at_level(logging.INFO):
         backbone = HF(name, num_classes=3)
@@ -288,7 +281,7 @@ def test_other_numbers_of_classes_get_a_new_head_and_are_said(tmp_path: Path, ca
 # -- transformers: texts ----------------------------------------------------------------------------------------------
 
 
-def text(folder: Path, kind: str = "BertModel") -> str:
+def text(folder, kind="BertModel"):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra text)")
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
@@ -299,17 +292,17 @@ def text(folder: Path, kind: str = "BertModel") -> str:
     return str(folder)
 
 
-def ids(words: str) -> list[int]:
+def ids(words):
     return [2, *(WORDS.index(word) for word in words.split()), 3]
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_text_features_are_those_of_each_text_alone(pooling: Any, tmp_path: Path) -> None:
+def test_text_features_are_those_of_each_text_alone(pooling, tmp_path):
     name = text(tmp_path)
     import transformers
 
     backbone = BERT(name, pooling=pooling, max_length=20, num_classes=3).eval()
-    transform: Any = backbone.test_transform
+    transform = backbone.test_transform
     assert transform(TEXTS[1]).tolist() == ids(TEXTS[1]) + [0] * 16
     assert len(transform("what " * 50)) == 20
     batch = torch.stack([transform(words) for words in TEXTS])
@@ -328,23 +321,21 @@ def test_text_features_are_those_of_each_text_alone(pooling: Any, tmp_path: Path
     assert torch.equal(pickle.loads(pickle.dumps(transform))(TEXTS[0]), transform(TEXTS[0]))
 
 
-def test_the_last_layer_of_a_text_classifier_becomes_the_head(tmp_path: Path) -> None:
+def test_the_last_layer_of_a_text_classifier_becomes_the_head(tmp_path):
     name = text(tmp_path, "BertForSequenceClassification")
     import transformers
 
     backbone = HF(name, max_length=20).eval()
     assert (backbone.head_loaded, backbone.num_classes) == (True, 4)
     model = transformers.BertForSequenceClassification.from_pretrained(name).eval()
-    transform: Any = backbone.test_transform
+    transform = backbone.test_transform
     with torch.no_grad():
         logits = backbone(torch.stack([transform(words) for words in TEXTS]))
         expected = torch.cat([model(torch.tensor([ids(words)])).logits for words in TEXTS])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_text_checkpoint_comes_back_and_needs_no_pretrained_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_checkpoint_comes_back_and_needs_no_pretrained_weights(tmp_path, monkeypatch):
     name = text(tmp_path)
     import transformers
 
@@ -355,16 +346,7 @@ def test_a_text_checkpoint_comes_back_and_needs_no_pretrained_weights(
     assert loaded.fingerprint() == source.fingerprint()
 
 
-def test_a_model_in_an_installed_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "my_text_model"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    text(package / "model")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert BERT("pkg://my_text_model/model", max_length=20).feature_dim == 16
-
-
-def test_models_and_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_models_and_options_that_do_not_fit_are_refused(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra hf)")
     name = vision(tmp_path / "vit")
     with pytest.raises(ValueError, match="backbone=hf"):
@@ -375,7 +357,7 @@ def test_models_and_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     bert = text(tmp_path / "bert")
     with pytest.raises(ValueError, match="max_length"):
         BERT(bert, max_length=64)
-    transform: Any = BERT(bert, max_length=20).test_transform
+    transform = BERT(bert, max_length=20).test_transform
     with pytest.raises(TypeError, match="text"):
         transform(torch.zeros(3))
     state = load_file(tmp_path / "vit" / "model.safetensors")

@@ -14,7 +14,7 @@ from pytorch_ood.benchmark.img import ssb
 from pytorch_ood.dataset.img import LSUNCrop, LSUNResize, TinyImageNetCrop, TinyImageNetResize
 from torch.utils.data import ConcatDataset
 from torchvision.datasets import CIFAR10, CIFAR100
-from torchvision.transforms import Compose, Resize, ToTensor
+from torchvision.transforms import ToTensor
 
 from rmd_plugin.benchmarks import ChecksumError, DataNotFoundError, Framework, as_benchmark, framework
 
@@ -137,15 +137,6 @@ def test_noise_follows_the_seed_and_does_not_change_between_two_looks(fake):
         split = one.test_oods[one.ood_names.index(noise)]
         assert torch.equal(split[5][0], split[5][0])
         assert not torch.equal(split[0][0], split[1][0])
-
-
-def test_the_backbone_s_transform_stands_in_front_of_the_pictures_themselves(fake):
-    root = fake("CUB_SSB")
-    smaller = Compose([Resize((3, 3)), ToTensor()])
-    benchmark = Framework(name="CUB_SSB", data_dir=root)
-    x, _ = benchmark.fit_set().with_transform(smaller)[0]
-    assert torch.equal(x, smaller(benchmark.fit_set().raw(0)))
-    assert benchmark.fit_set().raw(0).size == (8, 6)
 
 
 def test_the_fingerprint_follows_the_pictures_and_nothing_is_decoded_for_it(fake, monkeypatch):

@@ -120,17 +120,6 @@ def test_pictures_are_decoded_by_our_rules(tmp_path):
     assert [image.getpixel((0, 0)) for image in everything if image.size == (5, 4)] == [(77, 77, 77)]
 
 
-def test_bad_pictures_are_refused_or_left_out(tmp_path, caplog):
-    content = pictures(30)
-    content["image"][3]["bytes"] = content["image"][3]["bytes"][:50]
-    content["image"][4]["bytes"] = b"no picture"
-    path = save(tmp_path / "a", datasets.Features(PICTURES), train=content)
-    with pytest.raises(DataFormatError, match=r"2 of 30 pictures .*row 3: .*benchmark\.on_bad=skip"):
-        HFDataset(path)
-    assert repr(HFDataset(path, on_bad="skip", val_fraction=0)) == "HFDataset(train=22, val=0, test=6)"
-    assert "2 of 30 pictures" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("columns", "options", "reason"),
     [

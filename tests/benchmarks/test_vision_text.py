@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import pickle
-import urllib.request
 
 import framework_kit as kit
 import numpy as np
@@ -94,24 +93,6 @@ def test_noise_is_far_ood_and_repeatable(npz_folder):
     ) != one.fingerprint("GaussianNoise")
 
 
-def test_a_far_set_that_was_asked_for_but_is_absent_is_an_error_and_never_a_download(npz_folder, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("a download was started")
-
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
-    with pytest.raises(DataNotFoundError, match="SVHN is not complete"):
-        CIFAR10vsCIFAR100(data_dir=npz_folder, far=["SVHN"])
-    with pytest.raises(ValueError, match="there is no far-OOD set 'svhn'; there are"):
-        CIFAR10vsCIFAR100(data_dir=npz_folder, far=["svhn"])
-
-
-def test_absent_cifar_is_one_error_with_both_places_and_the_remedy(tmp_path):
-    with pytest.raises(DataNotFoundError) as caught:
-        CIFAR100vsCIFAR10(data_dir=tmp_path)
-    message = str(caught.value)
-    assert all(word in message for word in ("cifar-100-python", "cifar100.npz", "download=True", str(tmp_path)))
-
-
 def test_cifar_from_torchvision_s_files_has_their_images_and_the_fingerprint_of_the_npz(tmp_path, monkeypatch):
     contents = {}
     for name, published, classes, key in (
@@ -192,13 +173,6 @@ def test_clinc_labels_follow_the_sorted_intents_and_texts_are_raw_strings(tmp_pa
     # the out-of-scope training queries are never part of anything that is fitted or evaluated
     texts = {x for part in (benchmark.train_set(), benchmark.val_set(), *benchmark.test_sets()) for x, _ in part}
     assert texts.isdisjoint(text for split in ("oos_train", "oos_val") for text, _ in clinc_content()[split])
-
-
-def test_absent_clinc_is_one_error_with_the_place_and_the_remedy(tmp_path):
-    with pytest.raises(DataNotFoundError, match=r"data_small\.json.*download=True"):
-        CLINC150(data_dir=tmp_path, variant="small")
-    with pytest.raises(ValueError, match="variant"):
-        CLINC150(data_dir=tmp_path, variant="large")
 
 
 def test_clinc_is_downloaded_only_when_asked_and_checked(server, tmp_path, monkeypatch):
