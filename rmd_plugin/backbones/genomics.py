@@ -251,7 +251,7 @@ class MaskedTokenPretraining(LightningModule):
 
         span = -(-self.encoder.kmer // self.encoder.stride)
         # a token is chosen if any of `span` start points hits it: solve 1 - (1 - p)^span = mask_probability
-        starts = uniform() < 1 - (1 - self.hparams.mask_probability) ** (1 / span)
+        starts = uniform() < 1 - (1 - self.hparams["mask_probability"]) ** (1 / span)
         padded = F.pad(starts.float().unsqueeze(1), (span - 1, 0))
         chosen = F.max_pool1d(padded, span, stride=1).squeeze(1) > 0
         chosen &= tokens < self.encoder.num_kmers
@@ -287,7 +287,7 @@ class MaskedTokenPretraining(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one batch with the masks that belong to its index."""
-        generator = torch.Generator().manual_seed(self.hparams.seed * 1_000_003 + batch_idx)
+        generator = torch.Generator().manual_seed(self.hparams["seed"] * 1_000_003 + batch_idx)
         return self._step(batch, "val", generator)
 
     def configure_optimizers(self) -> Any:

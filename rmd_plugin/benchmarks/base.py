@@ -291,7 +291,7 @@ class Parts:
     class_names: Sequence[str] | None  #: in the order of the labels; None where the classes have no names
     train: Split
     test: Split
-    oods: Sequence[OODSet]  #: near ones first; ID sets under a covariate shift among them
+    oods: list[OODSet]  #: near ones first; ID sets under a covariate shift among them
     val: Split | None = None  #: ID validation samples, if the data has any
     val_fraction: float = 0.0  #: share of ``train`` to hold out where ``val`` is None
 
@@ -356,10 +356,9 @@ class OODBenchmark(Benchmark):
             choices = get_args(option.type) if get_origin(option.type) is Literal else ()
             if choices and (value := getattr(self, option.name)) not in choices:
                 raise ValueError(f"{option.name} must be one of {', '.join(choices)}; got {value!r}")
-        if self.train_transform is None:
-            self.train_transform = self.default_transform()
-        if self.test_transform is None:
-            self.test_transform = self.default_transform()
+        default = self.default_transform()
+        self.train_transform = default if self.train_transform is None else self.train_transform
+        self.test_transform = default if self.test_transform is None else self.test_transform
 
         parts = self.load()
         train, val = parts.train, parts.val

@@ -100,9 +100,8 @@ def find_path(path: str | Path, data_dir: str | Path | None, kind: str) -> Path:
     candidates = [path]
     if not path.exists() and not path.is_absolute():
         candidates.append(resolve_data_dir(data_dir, f"no {kind}: looked for {path}; else it") / path)
-    for candidate in candidates:
-        if candidate.exists():
-            return candidate
+    if candidates[-1].exists():
+        return candidates[-1]
     raise DataNotFoundError(
         f"no {kind}: looked for {'; '.join(map(str, candidates))}. Set path (benchmark.path=... on the command line)."
     )
@@ -127,7 +126,7 @@ def split_files(folder: Path, endings: Sequence[str], *, folders: bool = False) 
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: str | Path) -> Iterator[None]:
     """Errors of the libraries about the content of a file as ours, with its name."""
     try:
         yield
@@ -154,7 +153,6 @@ def read_columns(path: Path, names: Sequence[str | None] | None = None) -> dict[
             separator = "\t" if ending == ".tsv" else ","
             frame = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False, encoding="utf-8-sig")
         elif ending == ".jsonl":
-            # not pandas' reader, which makes floats of whole numbers where some are missing
             lines = path.read_text(encoding="utf-8-sig").split("\n")
             frame = pd.DataFrame([json.loads(line) for line in lines if line.strip()], dtype=object)
         elif ending in _ARROW_FORMATS:
@@ -211,7 +209,7 @@ def column_names(path: Path) -> list[str] | None:
 
 
 def make_rows(
-    path: Path, columns: Mapping[str, np.ndarray], count: int, label: str | None, split: str | None, key: str | None
+    path: str | Path, columns: Mapping[str, Any], count: int, label: str | None, split: str | None, key: str | None
 ) -> pd.DataFrame:
     """Label (a text, or None) and split of each row.
 
@@ -262,7 +260,7 @@ def read_table(path: Path, item: str, label: str, split: str | None, key: str | 
     return make_rows(path, columns, len(columns[item]), label, split, key).assign(item=columns[item])
 
 
-def check_texts(path: Path, name: str, texts: Iterable[object]) -> None:
+def check_texts(path: str | Path, name: str, texts: Iterable[object]) -> None:
     """Refuse a column of texts of which one is missing or empty."""
     for row, value in enumerate(texts, 1):
         if not isinstance(value, str) or not value.strip():
@@ -313,7 +311,7 @@ def vector_files(path: Path, label: str | None, split: str | None) -> dict[str, 
     return {key: file for key, file in files.items() if not (file.suffix == ".npy" and key.endswith(beside))}
 
 
-def check_matrix(path: Path, name: str, rows: np.ndarray, dtype: str = "float32") -> np.ndarray:
+def check_matrix(path: str | Path, name: str, rows: np.ndarray, dtype: str = "float32") -> np.ndarray:
     """Features of shape (N, D); refused if they are no real numbers or one is not finite in the type of the items."""
     if rows.ndim != 2 or rows.dtype.kind not in "fiu" or rows.shape[1] == 0:
         raise DataFormatError(path, f"{name!r} must be numbers of shape (N, D), got {rows.dtype} of shape {rows.shape}")

@@ -17,7 +17,7 @@ from pytorch_ood.benchmark.img import ssb
 from pytorch_ood.dataset import img
 from pytorch_ood.dataset.img import ImageListDataset
 from pytorch_ood.dataset.img.noise import NoiseDataset
-from torch import Tensor
+from torch import nn
 from torch.utils.data import Dataset, Subset
 from torchvision.datasets import SVHN
 from torchvision.transforms import ToTensor
@@ -160,25 +160,23 @@ def framework_parts(
     oods = data.test_sets(known=False, unknown=True)
     if len(data.ood_names) != len(oods):
         raise ValueError(f"there are {len(oods)} OOD sets but {len(data.ood_names)} ood_names: {data.ood_names}")
-    tags = _distances(data)
     train = _labelled(data.train_set(), source)
     classes = getattr(data, "class_names", getattr(data.train_set(), "classes", None))
     if classes is not None and len(classes) != int(train.labels.max()) + 1:
         classes = None
     # of OpenOOD's, whose validation_set() has OOD samples too
     val = data.val_set() if hasattr(data, "val_set") else getattr(data, "val_in", None)
-    return Parts(
-        class_names=classes,
-        train=train,
-        test=_labelled(test, source),
-        val=None if val is None else _labelled(val, source),
-        # OOD sets need no labels of their own, which saves a pass over them
-        oods=[
-            OODSet(name, tags.get(name, ""), Split(source(ood), _ood_labels(ood, tags.get(name, ""))))
-            for name, ood in zip(data.ood_names, oods, strict=True)
-        ],
-        val_fraction=val_fraction,
-    )
+    parts = Parts(classes, train, _labelled(test, source), [], val_fraction=val_fraction)
+    parts.val = None if val is None else _labelled(val, source)
+    distances = _distances(data)
+    for name, ood in zip(data.ood_names, oods, strict=True):
+        # OOD sets need no labels of their own, which saves a pass over them; the framework hides those of shifted ID
+        # sets behind -1
+        labels: Any = np.zeros(len(ood))
+        if distances.get(name) == "shift":
+            labels = ood.labels if hasattr(ood, "labels") else _labelled(ood).labels
+        parts.oods.append(OODSet(name, distances.get(name, ""), Split(source(ood), labels)))
+    return parts
 
 
 def _distances(benchmark: Any) -> dict[str, Distance]:
@@ -190,13 +188,6 @@ def _distances(benchmark: Any) -> dict[str, Distance]:
     names: dict[str, Distance] = {"_near_ood": "near", "_far_ood": "far", "cs_id_names": "shift"}
     names |= {"near_ood_names": "near", "far_ood_names": "far"}
     return tags | {name: kind for attribute, kind in names.items() for name in getattr(benchmark, attribute, ())}
-
-
-def _ood_labels(dataset: Any, distance: Distance) -> np.ndarray | Tensor:
-    """Zeros, or of an ID set under a covariate shift the labels, which the framework's benchmarks hide behind -1."""
-    if distance != "shift":
-        return np.zeros(len(dataset))
-    return np.asarray(dataset.labels) if hasattr(dataset, "labels") else _labelled(dataset).labels
 
 
 def _labelled(dataset: Dataset[Any], source: Callable[[Dataset[Any]], Source[Any]] = DatasetItems) -> Split:
@@ -276,13 +267,12 @@ class Framework(OODBenchmark):
             parts = framework_parts(benchmark, val_fraction=self.val_fraction, source=partial(pictures, seed=self.seed))
             for split in filter(None, [parts.train, parts.val, parts.test, *(ood.split for ood in parts.oods)]):
                 split.raw(0), split.raw(-1)  # most list their pictures without looking for them
-        further: list[tuple[Distance, Any]] = [("near", entry) for entry in self.near]
-        further += [("far", entry) for entry in self.far]
-        oods = [*parts.oods]
-        for distance, entry in further:
-            name, source = load_picture_set(entry, folder, seed=self.seed, download=self.download)
-            oods.append(OODSet(name, distance, Split(source, np.zeros(len(source)))))
-        parts.oods = sorted(oods, key=lambda ood: ood.distance == "far")
+        further: dict[Distance, Any] = {"near": self.near, "far": self.far}
+        for distance, entries in further.items():
+            for entry in entries:
+                name, source = load_picture_set(entry, folder, seed=self.seed, download=self.download)
+                parts.oods.append(OODSet(name, distance, Split(source, np.zeros(len(source)))))
+        parts.oods.sort(key=lambda ood: ood.distance == "far")
         return parts
 
     def default_transform(self) -> Transform:
@@ -291,7 +281,7 @@ class Framework(OODBenchmark):
 
     def _build(self, folder: Path) -> Benchmark:
         kind = getattr(published, self.name)
-        options: dict[str, Any] = {"root": str(folder), "transform": _as_it_is}
+        options: dict[str, Any] = {"root": str(folder), "transform": nn.Identity()}
         if "download" in inspect.signature(kind).parameters:
             options["download"] = self.download
         elif not self.download and self.name not in _SPLITS:
@@ -309,10 +299,6 @@ class Framework(OODBenchmark):
                 f"the class splits of {self.name} are not there: {path}. Set {DOWNLOAD}, or put {url} there."
             )
         fetch(url, sha256, path)
-
-
-def _as_it_is(picture: Any) -> Any:
-    return picture
 
 
 def load_picture_set(

@@ -150,11 +150,9 @@ class Genomics(OODBenchmark):
             names = sorted((genus for genus, label in labels.items() if label < _NUM_ID), key=labels.__getitem__)
         complete = (folder / _TEST).is_dir()
         needed = [_TRAIN, _VAL, _TEST, _OOD_TEST] if complete else [_TRAIN, _VAL, _OOD_VAL]
-        splits = {split: _read_split(folder / split) for split in needed}
-        ood = OODSet("ood_test" if complete else "ood_val", "near", splits[needed[-1]])
-        if complete:
-            return Parts(names, splits[_TRAIN], splits[_TEST], [ood], val=splits[_VAL])
-        return Parts(names, splits[_TRAIN], splits[_VAL], [ood], val_fraction=self.val_fraction)
+        train, *val, test, outside = (_read_split(folder / split) for split in needed)
+        ood = OODSet("ood_test" if complete else "ood_val", "near", outside)
+        return Parts(names, train, test, [ood], val=val[0] if val else None, val_fraction=self.val_fraction)
 
     def _cut_genomes(self, folder: Path) -> Parts:
         genomes = _Genomes(folder, self.val_fraction, self.seed)

@@ -73,19 +73,19 @@ class HFDataset(OwnData):
         column, kind = self._input(features)
         self._names = getattr(features.get(self.label), "names", None)
         rows = pd.concat([self._rows(key, splits[name]) for key, name in keys.items()], ignore_index=True)
-        path, datasets = Path(str(self.path)), require("datasets", "hf")
-        with naming(path):
+        datasets = require("datasets", "hf")
+        with naming(self.path):
             data = datasets.concatenate_datasets([splits[name].select_columns([column]) for name in keys.values()])
             source: Source[Any]
             if kind == "pictures":
-                source = _Pictures(data.cast_column(column, datasets.Image(decode=False)), path)
-                rows = without_bad(source, rows, self.on_bad, path)
+                source = _Pictures(data.cast_column(column, datasets.Image(decode=False)), self.path)
+                rows = without_bad(source, rows, self.on_bad, self.path)
             elif kind == "texts":
                 source = Texts(list(data[column]))
-                check_texts(path, column, source.items)
+                check_texts(self.path, column, source.items)
             else:
                 numbers = np.asarray(data.with_format("numpy")[column][:])
-                source = TensorRows(check_matrix(path, column, numbers).astype(np.float32))
+                source = TensorRows(check_matrix(self.path, column, numbers).astype(np.float32))
         return source, self._ood_classes(rows, [str(name) for name in self.ood if str(name) not in splits])
 
     def class_order(self, labels: Iterable[str]) -> list[str]:
@@ -114,8 +114,7 @@ class HFDataset(OwnData):
         values = list(data[self.label])
         if self._names is not None:  # -1 stands for a label that is kept secret
             values = [self._names[value] if value is not None and value >= 0 else None for value in values]
-        columns = {"label": np.array(values, dtype=object)}
-        return make_rows(Path(str(self.path)), columns, len(values), "label", None, key)
+        return make_rows(self.path, {"label": values}, len(values), "label", None, key)
 
     def _ood_classes(self, rows: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
         """Make rows of some classes OOD sets of their own: those of the test split, or of all where there is none."""

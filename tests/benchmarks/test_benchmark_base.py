@@ -168,12 +168,6 @@ def test_wrong_options_are_refused_with_what_was_expected(options, message):
         Digits(**options)
 
 
-@pytest.mark.parametrize("options", [{"sigma": 0}, {"means": []}, {"dim": 0}])
-def test_impossible_simulations_are_refused(options):
-    with pytest.raises(ValueError, match="must be"):
-        Simulation(**options)
-
-
 def test_train_and_fit_sets_hold_the_same_samples_behind_their_own_transforms():
     benchmark = Digits(train_transform=lambda x: x + 10, test_transform=lambda x: x - 10, limit_train=30)
     train, fit = benchmark.train_set(), benchmark.fit_set()
