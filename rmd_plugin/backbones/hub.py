@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def _with_metadata(
-    shared: VisionOptions, loaded: bool, usual: tuple[int, Any, Any, str], image_size: int | None, crop_pct: float
+    shared: VisionOptions, loaded: bool, usual: tuple[int, Any, Any, str], crop_pct: float
 ) -> dict[str, Any]:
     """What a library does to pictures (size, mean, std, interpolation), as the user wants it changed.
 
@@ -35,7 +35,7 @@ def _with_metadata(
     # a few models name one at random, or Lanczos, which is closest to the cubic
     transform = ImageTransform(size, mean, std, interpolation="bilinear" if name == "bilinear" else "bicubic")
     origin = transforms.METADATA if loaded else transforms.NOT_LOADED
-    return transforms.with_transforms(shared, transform, origin, size=image_size, crop_pct=crop_pct)
+    return transforms.with_transforms(shared, transform, origin, crop_pct=crop_pct)
 
 
 def _count_features(encoder: nn.Module, probe: Tensor) -> int:
@@ -75,7 +75,6 @@ class Timm(Backbone):
         *,
         pretrained: bool = True,
         pretrained_head: bool = False,
-        image_size: int | None = None,
         crop_pct: float = 1.0,
         options: Mapping[str, Any] | None = None,
         **shared: Unpack[VisionOptions],
@@ -84,7 +83,7 @@ class Timm(Backbone):
         arguments: dict[str, Any] = {"pretrained": pretrained and shared.get("checkpoint") is None, **(options or {})}
         if "checkpoint_path" in arguments:
             raise ValueError("options.checkpoint_path may be unpickled by timm. Give checkpoint=FILE instead.")
-        config = timm.get_pretrained_cfg(name)
+        config, image_size = timm.get_pretrained_cfg(name), shared.get("image_size")
         if arguments["pretrained"] and not (config and config.has_weights):  # timm would only log it
             raise ValueError(f"timm has no weights for {name}: backbone.pretrained=false, or checkpoint=FILE.")
         if image_size is not None and config is not None and config.fixed_input_size:
@@ -101,7 +100,7 @@ class Timm(Backbone):
         data = timm.data.resolve_model_data_config(model)
         channels, _, size = data["input_size"]
         metadata = (size, data["mean"], data["std"], data["interpolation"])
-        picture_options = _with_metadata(shared, arguments["pretrained"], metadata, image_size, crop_pct)
+        picture_options = _with_metadata(shared, arguments["pretrained"], metadata, crop_pct)
         super().__init__(
             model,
             _count_features(model, torch.zeros(1, channels, image_size or size, image_size or size)),
@@ -141,14 +140,13 @@ class OpenCLIP(Backbone):
         *,
         tag: str = "openai",
         pretrained: bool = True,
-        image_size: int | None = None,
         crop_pct: float = 1.0,
         **shared: Unpack[VisionOptions],
     ) -> None:
         open_clip = require("open_clip", "vision", needed_by=f"backbone open_clip/{name}")
         loaded = pretrained and shared.get("checkpoint") is None
-        weights = tag if loaded else None
-        visual = open_clip.create_model(name, weights, force_image_size=image_size, pretrained_text=False).visual
+        weights, side = tag if loaded else None, shared.get("image_size")
+        visual = open_clip.create_model(name, weights, force_image_size=side, pretrained_text=False).visual
         if getattr(visual, "output_tokens", False):
             visual.output_tokens = False  # captioning models would give every patch beside the pooled features
         size = int(visual.image_size[0] if isinstance(visual.image_size, Sequence) else visual.image_size)
@@ -156,7 +154,8 @@ class OpenCLIP(Backbone):
         mean = config.get("mean") or open_clip.OPENAI_DATASET_MEAN
         std = config.get("std") or open_clip.OPENAI_DATASET_STD
         usual_size = open_clip.get_model_config(name)["vision_cfg"].get("image_size")
-        options = _with_metadata(shared, loaded, (usual_size, mean, std, "bicubic"), size, crop_pct)
+        shared["image_size"] = size
+        options = _with_metadata(shared, loaded, (usual_size, mean, std, "bicubic"), crop_pct)
         super().__init__(
             visual, _count_features(visual, torch.zeros(1, 3, size, size)), architecture={"name": name}, **options
         )
@@ -189,7 +188,6 @@ class TorchVision(Backbone):
         weights: str = "DEFAULT",
         pretrained: bool = True,
         pretrained_head: bool = False,
-        image_size: int | None = None,
         crop_pct: float = 1.0,
         **shared: Unpack[VisionOptions],
     ) -> None:
@@ -210,7 +208,7 @@ class TorchVision(Backbone):
         loaded = pretrained and shared.get("checkpoint") is None
         preset = described.transforms()
         metadata = (int(preset.crop_size[0]), preset.mean, preset.std, preset.interpolation.value)
-        options = _with_metadata(shared, loaded, metadata, image_size, crop_pct)
+        options = _with_metadata(shared, loaded, metadata, crop_pct)
         options["head_names"] = (classifier_name,)
         super().__init__(model, classifier.in_features, architecture={"name": name}, **options)
         if loaded:
@@ -321,7 +319,6 @@ class HF(Backbone):
         pooling: Literal["cls", "mean", "pooler"] | None = None,
         max_length: int = 128,
         pretrained: bool = True,
-        image_size: int | None = None,
         **shared: Unpack[VisionOptions],
     ) -> None:
         config = _from_pretrained("AutoConfig", name, revision)
@@ -342,8 +339,8 @@ class HF(Backbone):
             pad_id = int(text.tokenizer.pad_token_id)
             probe = torch.tensor([text.tokenizer("a b c")["input_ids"]])
         else:
-            options = _picture_options(name, revision, shared, image_size)
-            side = image_size or int(getattr(config, "image_size", 224))
+            options = _picture_options(name, revision, shared)
+            side = shared.get("image_size") or int(getattr(config, "image_size", 224))
             if isinstance(options["test_transform"], ImageProcessor):
                 side = options["test_transform"](torch.zeros(3, side, side)).shape[-1]
             probe = torch.zeros(1, 3, side, side)
@@ -402,8 +399,6 @@ class BERT(HF):
         **shared: Unpack[SharedOptions],
     ) -> None:
         super().__init__(name, pooling=pooling, max_length=max_length, pretrained=pretrained, **shared)
-        if not isinstance(self.test_transform, Tokenise):
-            raise ValueError(f"{name} is a model for pictures: backbone=hf backbone.name={name}.")
 
 
 def _from_pretrained(auto: str, name: str, revision: str | None, **options: Any) -> Any:
@@ -448,7 +443,7 @@ def _tokenise(name: str, revision: str | None, model: Any, max_length: int) -> T
     return Tokenise(tokenizer, max_length, name)
 
 
-def _picture_options(name: str, revision: str | None, shared: VisionOptions, image_size: int | None) -> dict[str, Any]:
+def _picture_options(name: str, revision: str | None, shared: VisionOptions) -> dict[str, Any]:
     """Keyword arguments of a Backbone for pictures, prepared by the model's own processor changed as the user wants."""
     changes: dict[str, Any] = {"mean": shared.get("mean"), "std": shared.get("std")}
     changes = {part: value for part, value in changes.items() if value is not None}
@@ -456,7 +451,7 @@ def _picture_options(name: str, revision: str | None, shared: VisionOptions, ima
         return own
     images = {f"image_{part}": value for part, value in changes.items()}
     processor = _from_pretrained("AutoImageProcessor", name, revision, **images)
-    if image_size is not None:
+    if (image_size := shared.get("image_size")) is not None:
         changes["size"] = image_size
         cropped = getattr(processor, "do_center_crop", None) and processor.crop_size
         old = next(side for side in dict(cropped or processor.size).values() if side)

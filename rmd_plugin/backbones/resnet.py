@@ -83,7 +83,7 @@ class ResNet(Backbone):
         widths: channels per group.
         shortcut: where the size changes, ``conv`` learns a 1x1 convolution, ``pad`` fills with zeros.
         in_channels: channels of the input.
-        image_size: pictures of other sizes are resized to it.
+        image_size: pictures of other sizes are resized to it; 32 unless given.
         interpolation: ``bicubic`` or ``bilinear``, of the resizing.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. mean, std, transform; see
             :class:`VisionOptions`; without them pictures are normalised as is usual for CIFAR.
@@ -102,7 +102,6 @@ class ResNet(Backbone):
         *,
         shortcut: Literal["conv", "pad"] = "conv",
         in_channels: int = 3,
-        image_size: int = 32,
         interpolation: Literal["bicubic", "bilinear"] = "bicubic",
         **shared: Unpack[VisionOptions],
     ) -> None:
@@ -112,7 +111,7 @@ class ResNet(Backbone):
             raise ValueError(f"shortcut must be 'conv' or 'pad', got {shortcut!r}.")
         sizes = {"blocks": list(blocks), "widths": list(widths), "shortcut": shortcut, "in_channels": in_channels}
         origin = "the default of ResNet"
-        prepared = with_transforms(shared, _USUAL, origin, size=image_size, interpolation=interpolation)
+        prepared = with_transforms(shared, _USUAL, origin, interpolation=interpolation)
         stem = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)
         groups = _groups(partial(_Block, shortcut=shortcut), widths[0], blocks, widths)
         named = {f"layer{number}": group for number, group in enumerate(groups, 1)}
@@ -157,7 +156,7 @@ class WideResNet(Backbone):
         width: factor on the channels 16, 32, 64.
         dropout: probability inside the blocks.
         in_channels: channels of the input.
-        image_size: pictures of other sizes are resized to it.
+        image_size: pictures of other sizes are resized to it; 32 unless given.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. mean, std, transform; see
             :class:`VisionOptions`; without them pictures are normalised as is usual for CIFAR.
 
@@ -175,12 +174,11 @@ class WideResNet(Backbone):
         *,
         dropout: float = 0.0,
         in_channels: int = 3,
-        image_size: int = 32,
         **shared: Unpack[VisionOptions],
     ) -> None:
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"depth must be 6n + 4 (10, 16, 22, 28, 40, ...), got {depth}.")
-        prepared = with_transforms(shared, _USUAL, "the default of WideResNet", size=image_size)
+        prepared = with_transforms(shared, _USUAL, "the default of WideResNet")
         sizes = {"depth": depth, "width": width, "in_channels": in_channels}
         stem = nn.Conv2d(in_channels, 16, 3, padding=1, bias=False)
         widths = [16 * width, 32 * width, 64 * width]

@@ -204,10 +204,12 @@ class Tokenise:
 class VisionOptions(SharedOptions, total=False):
     """The options that every backbone for pictures takes.
 
+    ``image_size`` is the side of the pictures; None is what the weights or the backbone were made for.
     ``mean`` and ``std`` are per channel, of pixels in [0, 1]; None is what the weights or the backbone were made with.
     ``transform`` replaces the whole preprocessing, in training too: raw item -> tensor.
     """
 
+    image_size: int | None
     mean: Sequence[float] | None
     std: Sequence[float] | None
     transform: Transform | None
@@ -220,12 +222,12 @@ def with_transforms(options: VisionOptions, usual: ImageTransform, origin: str, 
         options: of the backbone; those about pictures become transforms. Training augments.
         usual: what is done to pictures if nobody says anything.
         origin: where that came from, :data:`METADATA` for example.
-        **changes: further fields of the transform that the user set, ``size`` or ``crop_pct``; None where not.
+        **changes: further fields of the transform that the user set, ``crop_pct`` for example; None where not.
 
     Raises:
         ValueError: if ``transform`` is given beside what it replaces.
     """
-    changes |= {"mean": options.get("mean"), "std": options.get("std")}
+    changes |= {"size": options.get("image_size"), "mean": options.get("mean"), "std": options.get("std")}
     # a value that is the usual one anyway may be from anywhere
     changes = {name: value for name, value in changes.items() if value is not None and value != getattr(usual, name)}
     if own := own_transform(options, sorted(changes.keys() - {"size"})):
@@ -251,4 +253,5 @@ def prepared(options: VisionOptions, train: Transform, test: Transform, origins:
 
 def shared_options(options: VisionOptions) -> dict[str, Any]:
     """The options without those about pictures."""
-    return {name: value for name, value in options.items() if name not in ("mean", "std", "transform")}
+    of_pictures = ("image_size", "mean", "std", "transform")
+    return {name: value for name, value in options.items() if name not in of_pictures}
