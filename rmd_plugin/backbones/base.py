@@ -343,12 +343,8 @@ def as_backbone(module: nn.Module) -> Backbone:
             f"{type(module).__name__} cannot serve as a backbone: expected an .encoder, a module, and a .head, "
             f"an nn.Linear or None, got {type(encoder).__name__} and {type(head).__name__}."
         )
-    backbone = Backbone(
-        encoder,
-        getattr(module, "feature_dim", 0) if head is None else head.in_features,
-        train_transform=getattr(module, "train_transform", None),
-        test_transform=getattr(module, "test_transform", None),
-        architecture={"module": type(module).__qualname__},
-    )
+    transforms: Any = {name: getattr(module, name, None) for name in ("train_transform", "test_transform")}
+    width = getattr(module, "feature_dim", 0) if head is None else head.in_features
+    backbone = Backbone(encoder, width, architecture={"module": type(module).__qualname__}, **transforms)
     backbone.head, backbone.head_loaded = head, head is not None
     return backbone

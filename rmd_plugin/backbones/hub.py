@@ -100,15 +100,11 @@ class Timm(Backbone):
         data = timm.data.resolve_model_data_config(model)
         channels, _, size = data["input_size"]
         metadata = (size, data["mean"], data["std"], data["interpolation"])
-        picture_options = _with_metadata(shared, arguments["pretrained"], metadata, crop_pct)
-        super().__init__(
-            model,
-            _count_features(model, torch.zeros(1, channels, image_size or size, image_size or size)),
-            architecture={"name": name, "options": dict(options or {})},
-            # timm calls the classifier by a name of its own in each model
-            head_names=(str(model.pretrained_cfg.get("classifier")),),
-            **picture_options,
-        )
+        prepared = _with_metadata(shared, arguments["pretrained"], metadata, crop_pct)
+        # timm calls the classifier by a name of its own in each model
+        prepared["head_names"] = (str(model.pretrained_cfg.get("classifier")),)
+        width = _count_features(model, torch.zeros(1, channels, image_size or size, image_size or size))
+        super().__init__(model, width, architecture={"name": name, "options": dict(options or {})}, **prepared)
         if classifier is not None:
             self._load_head(classifier.weight, classifier.bias, name)
 
@@ -156,9 +152,8 @@ class OpenCLIP(Backbone):
         usual_size = open_clip.get_model_config(name)["vision_cfg"].get("image_size")
         shared["image_size"] = size
         options = _with_metadata(shared, loaded, (usual_size, mean, std, "bicubic"), crop_pct)
-        super().__init__(
-            visual, _count_features(visual, torch.zeros(1, 3, size, size)), architecture={"name": name}, **options
-        )
+        width = _count_features(visual, torch.zeros(1, 3, size, size))
+        super().__init__(visual, width, architecture={"name": name}, **options)
 
 
 class TorchVision(Backbone):

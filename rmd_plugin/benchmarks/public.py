@@ -310,17 +310,12 @@ class Digits(OODBenchmark):
         fractions = [self.test_fraction, self.val_fraction]
         test, val, train = inside.stratified(fractions, stream(self.seed, "digits"))
         noise = stream(self.seed, "noise").random((len(test), *images.shape[1:]), dtype=np.float32)
-        return Parts(
-            class_names=[str(digit) for digit in range(self.num_classes)],
-            train=train,
-            val=val,
-            test=test,
-            oods=[
-                OODSet(f"digits_{self.num_classes}_9", "near", near),
-                OODSet("noise", "far", Split(TensorRows(noise), np.zeros(len(noise)))),
-                OODSet("inverted", "far", Split(TensorRows(1 - images[test.indices]), test.labels)),
-            ],
-        )
+        oods = [
+            OODSet(f"digits_{self.num_classes}_9", "near", near),
+            OODSet("noise", "far", Split(TensorRows(noise), np.zeros(len(noise)))),
+            OODSet("inverted", "far", Split(TensorRows(1 - images[test.indices]), test.labels)),
+        ]
+        return Parts([str(digit) for digit in range(self.num_classes)], train, test, oods, val=val)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -366,13 +361,10 @@ class Simulation(OODBenchmark):
         self.means, self.ood_means = [float(mean) for mean in self.means], [float(mean) for mean in self.ood_means]
         if self.sigma <= 0:
             raise ValueError(f"sigma must be above 0; got {self.sigma}")
-        return Parts(
-            class_names=[f"mean {mean:g}" for mean in self.means],
-            train=self._draw(self.means, self.n_train, "train"),
-            val=self._draw(self.means, self.n_val, "val"),
-            test=self._draw(self.means, self.n_test, "test"),
-            oods=[OODSet("shifted", "near", self._draw(self.ood_means, self.n_test, "ood"))],
-        )
+        sizes = {"train": self.n_train, "val": self.n_val, "test": self.n_test}
+        train, val, test = (self._draw(self.means, count, purpose) for purpose, count in sizes.items())
+        oods = [OODSet("shifted", "near", self._draw(self.ood_means, self.n_test, "ood"))]
+        return Parts([f"mean {mean:g}" for mean in self.means], train, test, oods, val=val)
 
     def _draw(self, means: Sequence[float], count: int, purpose: str) -> Split:
         """``count`` samples of each mean, in the order of ``means``."""
