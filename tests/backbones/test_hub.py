@@ -95,34 +95,27 @@ def test_a_timm_checkpoint_loads_with_its_classifier(name, tmp_path):
     torch.testing.assert_close(ours(x), reference(x))
 
 
-def test_the_original_numpy_weights_of_a_vision_transformer_load(tmp_path):
+def test_the_original_numpy_weights_of_a_vision_transformer_load_as_timm_loads_them(tmp_path):
     timm = pytest.importorskip("timm", reason="timm is not installed (extra vision)")
     name, options = "vit_base_patch16_224.orig_in21k", {"depth": 1, "embed_dim": 32, "num_heads": 2, "img_size": 32}
+    block = "Transformer/encoderblock_0"
+    attention = f"{block}/MultiHeadDotProductAttention_1"
+    shapes = {"embedding/kernel": (16, 16, 3, 32), "embedding/bias": 32, "cls": (1, 1, 32)}
+    shapes |= {"Transformer/posembed_input/pos_embedding": (1, 5, 32)}
+    for norm in ("Transformer/encoder_norm", f"{block}/LayerNorm_0", f"{block}/LayerNorm_2"):
+        shapes |= {f"{norm}/scale": 32, f"{norm}/bias": 32}
+    for part in ("query", "key", "value"):
+        shapes |= {f"{attention}/{part}/kernel": (32, 2, 16), f"{attention}/{part}/bias": (2, 16)}
+    shapes |= {f"{attention}/out/kernel": (2, 16, 32), f"{attention}/out/bias": 32}
+    for layer, (wide, narrow) in {"Dense_0": (32, 128), "Dense_1": (128, 32)}.items():
+        shapes |= {f"{block}/MlpBlock_3/{layer}/kernel": (wide, narrow), f"{block}/MlpBlock_3/{layer}/bias": narrow}
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "ViT.npz", **{key: rng.normal(size=shape) for key, shape in shapes.items()})
     reference = timm.create_model(name, num_classes=0, **options).eval()
-    for parameter in reference.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    state = {key: value.numpy() for key, value in reference.state_dict().items()}
-    block, out = "Transformer/encoderblock_0", {}
-    out["embedding/kernel"] = state["patch_embed.proj.weight"].transpose(2, 3, 1, 0)
-    out["embedding/bias"] = state["patch_embed.proj.bias"]
-    out["cls"], out["Transformer/posembed_input/pos_embedding"] = state["cls_token"], state["pos_embed"]
-    norms = {"Transformer/encoder_norm": "norm", f"{block}/LayerNorm_0": "blocks.0.norm1"}
-    for place, module in {**norms, f"{block}/LayerNorm_2": "blocks.0.norm2"}.items():
-        out[f"{place}/scale"], out[f"{place}/bias"] = state[f"{module}.weight"], state[f"{module}.bias"]
-    for index, part in enumerate(("query", "key", "value")):
-        rows = slice(32 * index, 32 * index + 32)
-        weight, bias = state["blocks.0.attn.qkv.weight"][rows], state["blocks.0.attn.qkv.bias"][rows]
-        out[f"{block}/MultiHeadDotProductAttention_1/{part}/kernel"] = weight.T.reshape(32, 2, 16)
-        out[f"{block}/MultiHeadDotProductAttention_1/{part}/bias"] = bias.reshape(2, 16)
-    out[f"{block}/MultiHeadDotProductAttention_1/out/kernel"] = state["blocks.0.attn.proj.weight"].T.reshape(2, 16, 32)
-    out[f"{block}/MultiHeadDotProductAttention_1/out/bias"] = state["blocks.0.attn.proj.bias"]
-    for index, layer in enumerate(("fc1", "fc2")):
-        out[f"{block}/MlpBlock_3/Dense_{index}/kernel"] = state[f"blocks.0.mlp.{layer}.weight"].T
-        out[f"{block}/MlpBlock_3/Dense_{index}/bias"] = state[f"blocks.0.mlp.{layer}.bias"]
-    np.savez(tmp_path / "ViT.npz", **out)
+    reference.load_pretrained(str(tmp_path / "ViT.npz"))
     ours = Timm(name, options=options, image_size=32, checkpoint=tmp_path / "ViT.npz").eval()
     x = torch.rand(2, 3, 32, 32)
-    torch.testing.assert_close(ours.encoder(x), reference(x))
+    assert torch.equal(ours.encoder(x), reference(x))
 
 
 # -- open_clip, torchvision -------------------------------------------------------------------------------------------
@@ -262,6 +255,9 @@ def test_the_pooling_is_what_was_asked_for_and_never_a_random_one(tmp_path):
         backbone = HF(name, pooling=pooling).eval()
         torch.testing.assert_close(backbone.encoder(x), expected, rtol=1e-4, atol=1e-5)
         assert not backbone.head_loaded
+    convolutions = vision(tmp_path / "resnet", "resnet")
+    mean, pooler = (HF(convolutions, pooling=pooling).eval().encoder(x) for pooling in ("mean", "pooler"))
+    torch.testing.assert_close(mean, pooler)
     for wrong in ("pooler", "max"):
         with pytest.raises(ValueError, match="cls, mean"):
             HF(name, pooling=wrong)

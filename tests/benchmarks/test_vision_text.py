@@ -10,17 +10,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pytorch_ood.dataset.img import LSUNCrop
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from rmd_plugin.benchmarks import (
-    CLINC150,
-    ChecksumError,
-    CIFAR10vsCIFAR100,
-    CIFAR100vsCIFAR10,
-    DataNotFoundError,
-    DownloadError,
-    public,
-)
+from rmd_plugin.benchmarks import CLINC150, ChecksumError, CIFAR10vsCIFAR100, CIFAR100vsCIFAR10, DownloadError, public
 
 
 def arrays(num_classes, train=4, test=2, seed=0):
@@ -70,18 +63,6 @@ def test_cifar_from_npz_has_the_images_and_labels_of_the_file(npz_folder):
     assert image.max() <= 1
 
 
-def test_the_reverse_benchmark_swaps_the_roles(npz_folder):
-    benchmark = CIFAR100vsCIFAR10(data_dir=npz_folder, val_fraction=0, far=[], limit_test=50)
-    assert (benchmark.num_classes, len(benchmark.train_set()), benchmark.ood_names) == (100, 400, ["CIFAR10"])
-    assert len(set(benchmark.class_names)) == 100
-    # the OOD subset is balanced over the classes of its own source
-    chosen = arrays(10, train=10, test=3)["test_labels"][benchmark.test_oods[0].indices]
-    assert set(np.bincount(chosen, minlength=10).tolist()) <= {3}
-    assert set(benchmark.test_oods[0].labels.tolist()) == {-1}
-    with pytest.raises(ValueError, match="val_fraction > 0"):
-        benchmark.val_set()
-
-
 def test_noise_is_far_ood_and_repeatable(npz_folder):
     one, again = (CIFAR10vsCIFAR100(data_dir=npz_folder, limit_test=25) for _ in range(2))
     assert one.distance == {"CIFAR100": "near", "GaussianNoise": "far", "UniformNoise": "far"}
@@ -91,6 +72,17 @@ def test_noise_is_far_ood_and_repeatable(npz_folder):
     assert CIFAR10vsCIFAR100(data_dir=npz_folder, limit_test=25, seed=1).fingerprint(
         "GaussianNoise"
     ) != one.fingerprint("GaussianNoise")
+
+
+def test_any_picture_set_of_the_framework_is_a_far_set_cropped_to_32_pixels(npz_folder, tmp_path, monkeypatch):
+    for path in npz_folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    kit.unpacked(tmp_path, LSUNCrop, monkeypatch)
+    benchmark = CIFAR10vsCIFAR100(data_dir=tmp_path, far=["LSUNCrop"])
+    assert benchmark.distance == {"CIFAR100": "near", "LSUNCrop": "far"}
+    assert benchmark.test_oods[1][0][0].shape == (3, 32, 32)
+    with pytest.raises(FileNotFoundError, match=r"Places365 is not complete in .*places365\.zip"):
+        CIFAR10vsCIFAR100(data_dir=tmp_path, far=["Places365"])
 
 
 def test_cifar_from_torchvision_s_files_has_their_images_and_the_fingerprint_of_the_npz(tmp_path, monkeypatch):
@@ -117,7 +109,7 @@ def test_cifar_from_torchvision_s_files_has_their_images_and_the_fingerprint_of_
             return os.mkdir, (str(tmp_path / "boom"),)
 
     (tmp_path / CIFAR10.base_folder / "test_batch").write_bytes(pickle.dumps({"data": Bomb(), "labels": []}))
-    with pytest.raises(DataNotFoundError, match="damaged"):
+    with pytest.raises(FileNotFoundError, match="damaged"):
         CIFAR10vsCIFAR100(data_dir=tmp_path)
     assert not (tmp_path / "boom").exists()
 
