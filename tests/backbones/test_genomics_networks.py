@@ -120,15 +120,8 @@ def lightning_fit(test):
 def train(module, x, y, folder, epochs):
     """Fit on everything, return the last validation metrics, leave ``stage.ckpt`` in the folder."""
     loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
-    trainer = pl.Trainer(
-        default_root_dir=folder,
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    trainer = pl.Trainer(default_root_dir=folder, max_epochs=epochs, accelerator="cpu", **quiet)
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     trainer.fit(module, loader, DataLoader(TensorDataset(x, y), batch_size=64))
     trainer.save_checkpoint(folder / "stage.ckpt")

@@ -84,10 +84,6 @@ def test_digits_far_sets_are_noise_and_the_negatives_of_the_test_images():
     # uniform on [0, 1]: mean 1/2, standard deviation 1/sqrt(12)
     assert pixels.mean().item() == pytest.approx(0.5, abs=0.01)
     assert pixels.std().item() == pytest.approx(12**-0.5, abs=0.01)
-    everything = tensors(benchmark.fit_set())
-    assert everything.dtype == torch.float32
-    assert everything.min() == 0
-    assert everything.max() == 1
 
 
 def test_simulated_means_and_deviations_are_those_asked_for():
@@ -193,8 +189,6 @@ def test_the_fingerprint_follows_content_and_order_but_not_transforms():
     assert Digits(limit_test=10).fingerprint() != base.fingerprint()
     assert Digits(limit_test=10).fingerprint("train") == base.fingerprint("train")
     assert base.fingerprint("noise") != base.fingerprint("inverted")
-    assert len(base.fingerprint()) == 64
-    assert int(base.fingerprint(), 16) > 0
     with pytest.raises(ValueError, match="has no split 'nonsense'"):
         base.fingerprint("nonsense")
 

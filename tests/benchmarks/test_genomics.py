@@ -66,10 +66,6 @@ def test_absent_or_partial_published_data_is_one_error_with_the_remedy(tmp_path)
     write_published(tmp_path / "genomics_ood", [TRAIN, VAL])
     with pytest.raises(DataNotFoundError, match=f"incomplete: .*{OOD_VAL}"):
         Genomics(data_dir=tmp_path)
-    (tmp_path / "genomics_ood" / OOD_VAL).mkdir()
-    (tmp_path / "genomics_ood" / OOD_VAL / "a.tfrecord").write_bytes(b"")
-    with pytest.raises(DataFormatError, match="no reads"):
-        Genomics(data_dir=tmp_path)
 
 
 def test_download_fetches_the_archive_by_its_hash_and_unpacks_it(server, tmp_path, monkeypatch):
@@ -189,9 +185,6 @@ def test_missing_or_too_short_genomes_are_refused(tmp_path):
     for name in "au":
         (tmp_path / f"{name}.fna").write_text(">s\n" + "ACGT" * 250 + "\n")
     with pytest.raises(DataFormatError, match="only 0 of"):
-        Genomics(source="genomes", folder=tmp_path)
-    (tmp_path / "classes.tsv").write_text("file\tgenus\n")
-    with pytest.raises(DataFormatError, match="kingdom"):
         Genomics(source="genomes", folder=tmp_path)
 
 

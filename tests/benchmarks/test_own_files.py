@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 
-from rmd_plugin.benchmarks import DataFormatError, Embeddings, Features, ImageFolder, TextFile, check_data
+from rmd_plugin.benchmarks import DataFormatError, Embeddings, Features, ImageFolder, TextFile
 
 RNG = np.random.default_rng(0)
 
@@ -379,12 +379,3 @@ assert "torch" not in sys.modules
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     for word, line in zip(("'text'", "ood_x", "folders", "'embedding'"), output.splitlines(), strict=True):
         assert word in line
-
-
-def test_good_data_and_other_classes_pass_the_check(tmp_path):
-    write_texts(tmp_path / "a.csv", text_rows())
-    write_embeddings(tmp_path / "a.parquet", *embedded())
-    np.savez(tmp_path / "a.npz", **feature_arrays())
-    for kind, path in {"TextFile": "a.csv", "Embeddings": "a.parquet", "Features": "a.npz", "Digits": "none"}.items():
-        names = {"features": "embedding", "labels": "label", "split": "split"}
-        check_data({"_target_": f"rmd_plugin.benchmarks.{kind}", "path": tmp_path / path, **names})
