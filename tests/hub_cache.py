@@ -7,6 +7,7 @@ The weights of EfficientNet-Lite0 are those of its package under timm's names; t
 features to 1e-6. Whether timm publishes the same numbers cannot be told without the network.
 """
 
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +32,7 @@ def fill(home):
     """Put the models there, unless they are."""
     if (home / "filled").exists():
         return
+    os.environ["HF_HOME"] = str(home)  # before timm imports the hub's client, which reads it once
     import timm
     import torch
     from safetensors.torch import save_file

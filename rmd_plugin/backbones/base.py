@@ -9,6 +9,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias, TypedDict
 
@@ -61,12 +62,10 @@ def find_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
     Raises:
         WeightsNotFoundError: if it is in neither place.
     """
-    if str(checkpoint).startswith(PACKAGED):
-        candidates = [packaged_path(str(checkpoint))]
-    else:
-        candidates = [Path(checkpoint).expanduser().absolute()]
-        if data_dir := os.environ.get("RMD_DATA_DIR"):
-            candidates.append(Path(data_dir).expanduser().absolute() / checkpoint)
+    packaged = str(checkpoint).startswith(PACKAGED)
+    candidates = [packaged_path(str(checkpoint)) if packaged else Path(checkpoint).expanduser().absolute()]
+    if data_dir := os.environ.get("RMD_DATA_DIR"):
+        candidates.append(Path(data_dir).expanduser().absolute() / checkpoint)
     for path in candidates:
         if path.is_file():
             return path
@@ -95,12 +94,11 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], str | None]:
         if isinstance(error, pickle.UnpicklingError):  # torch's own words advise to turn the protection off
             reason = "it holds more than tensors and plain values, or is damaged: refused, loading it could run code"
         raise CheckpointError(f"{path} is not a readable checkpoint: {reason}") from error
-    if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a state_dict (name -> tensor).")
+    content = content if isinstance(content, Mapping) else {}
     weights = next((content[name] for name in _CONTAINERS if isinstance(content.get(name), Mapping)), content)
     state = {str(name): value for name, value in weights.items() if isinstance(value, Tensor)}
     if not state:
-        raise CheckpointError(f"{path} holds no tensors; its entries are {', '.join(map(str, [*weights][:5]))}.")
+        raise CheckpointError(f"{path} holds no state_dict (name -> tensor); its entries are {[*weights][:5]}.")
     return state, content.get(PREPROCESSING)
 
 
@@ -130,10 +128,8 @@ def match_names(
 
     hits: Counter[str] = Counter()
     for name in state:
-        parts = name.split(".")
-        for depth in range(min(len(parts), 6)):
-            if translate(".".join(parts[depth:])) is not None:
-                hits["".join(f"{part}." for part in parts[:depth])] += 1
+        prefixes = accumulate((f"{part}." for part in name.split(".")[:-1]), initial="")
+        hits.update(prefix for prefix in prefixes if translate(name.removeprefix(prefix)))
     # the shortest prefix wins a tie, so that a file that fits as it is keeps its names
     prefix = min(hits, key=lambda p: (-hits[p], len(p), p), default="")
     inside = {name.split(".")[0] for name in expected} | {"encoder", "head"}
@@ -260,8 +256,6 @@ class Backbone(nn.Module):
 
     def reset_head(self, num_classes: int | None) -> None:
         """Replace the head by an untrained one; ``None`` removes it."""
-        if num_classes is not None and num_classes < 1:
-            raise ValueError(f"num_classes must be at least 1, or None for no head, got {num_classes}.")
         like = next((p for p in self.encoder.parameters() if p.is_floating_point()), torch.empty(0))
         self.head, self.head_loaded = None, False
         if num_classes is not None:
@@ -349,12 +343,8 @@ def as_backbone(module: nn.Module) -> Backbone:
             f"{type(module).__name__} cannot serve as a backbone: expected an .encoder, a module, and a .head, "
             f"an nn.Linear or None, got {type(encoder).__name__} and {type(head).__name__}."
         )
-    backbone = Backbone(
-        encoder,
-        getattr(module, "feature_dim", 0) if head is None else head.in_features,
-        train_transform=getattr(module, "train_transform", None),
-        test_transform=getattr(module, "test_transform", None),
-        architecture={"module": type(module).__qualname__},
-    )
+    transforms: Any = {name: getattr(module, name, None) for name in ("train_transform", "test_transform")}
+    width = getattr(module, "feature_dim", 0) if head is None else head.in_features
+    backbone = Backbone(encoder, width, architecture={"module": type(module).__qualname__}, **transforms)
     backbone.head, backbone.head_loaded = head, head is not None
     return backbone

@@ -86,18 +86,9 @@ class ReadEncoder(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        kmer: int,
-        stride: int,
-        max_length: int,
-        width: int,
-        depth: int,
-        heads: int,
-        feed_forward: int,
-        dropout: float,
-        pooling: str,
-    ) -> None:
+        self, *, kmer: int, stride: int, max_length: int, width: int, depth: int, heads: int, feed_forward: int,
+        dropout: float, pooling: str,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.kmer, self.stride, self.max_length, self.pooling = kmer, stride, max_length, pooling
         self.num_kmers = NUM_BASES**kmer
@@ -197,8 +188,6 @@ class GenomicsBERT(Backbone):
     ) -> None:
         if pooling not in ("mean", "cls"):
             raise ValueError(f"pooling must be 'mean' or 'cls', got {pooling!r}.")
-        if not 1 <= kmer <= 8:
-            raise ValueError(f"kmer must lie in 1..8 (4^kmer tokens), got {kmer}.")
         stride = kmer if stride is None else stride
         if not 1 <= stride <= kmer:
             raise ValueError(f"stride must lie in 1..kmer={kmer}, so that no base is skipped, got {stride}.")
@@ -244,14 +233,10 @@ class MaskedTokenPretraining(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if not 0 < mask_probability < 1:
-            raise ValueError(f"mask_probability must lie in (0, 1), got {mask_probability}.")
         if backbone.frozen:
             raise ValueError("the backbone is frozen, so there is nothing to pre-train: pass frozen=false.")
         self.save_hyperparameters(ignore=["backbone"])
         self.encoder = backbone.encoder
-        self.mask_probability, self.seed = mask_probability, seed
-        self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
         width = self.encoder.tokens.embedding_dim
         self.mlm_transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
         self.mlm_bias = nn.Parameter(torch.zeros(self.encoder.num_kmers))
@@ -266,7 +251,7 @@ class MaskedTokenPretraining(LightningModule):
 
         span = -(-self.encoder.kmer // self.encoder.stride)
         # a token is chosen if any of `span` start points hits it: solve 1 - (1 - p)^span = mask_probability
-        starts = uniform() < 1 - (1 - self.mask_probability) ** (1 / span)
+        starts = uniform() < 1 - (1 - self.hparams["mask_probability"]) ** (1 / span)
         padded = F.pad(starts.float().unsqueeze(1), (span - 1, 0))
         chosen = F.max_pool1d(padded, span, stride=1).squeeze(1) > 0
         chosen &= tokens < self.encoder.num_kmers
@@ -292,12 +277,8 @@ class MaskedTokenPretraining(LightningModule):
         loss = F.cross_entropy(logits, targets) if targets.numel() else logits.sum()
         if targets.numel():
             accuracy = (logits.argmax(dim=1) == targets).float().mean()
-            self.log_dict(
-                {f"{stage}/loss": loss, f"{stage}/masked_accuracy": accuracy},
-                prog_bar=True,
-                batch_size=targets.numel(),
-                sync_dist=stage == "val",
-            )
+            metrics = {f"{stage}/loss": loss, f"{stage}/masked_accuracy": accuracy}
+            self.log_dict(metrics, prog_bar=True, batch_size=targets.numel(), sync_dist=stage == "val")
         return loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -306,13 +287,15 @@ class MaskedTokenPretraining(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one batch with the masks that belong to its index."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + batch_idx)
+        generator = torch.Generator().manual_seed(self.hparams["seed"] * 1_000_003 + batch_idx)
         return self._step(batch, "val", generator)
 
     def configure_optimizers(self) -> Any:
         """AdamW with linear warm-up."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
-        if self.warmup_steps <= 0:
+        options: Any = self.hparams
+        optimizer = torch.optim.AdamW(self.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+        steps = options.warmup_steps
+        if steps <= 0:
             return optimizer
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / self.warmup_steps, total_iters=self.warmup_steps)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / steps, total_iters=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -13,19 +13,9 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
+from rmd_plugin.backbones import transforms
 from rmd_plugin.backbones.base import PACKAGED, Backbone, CheckpointError, SharedOptions, find_checkpoint, packaged_path
-from rmd_plugin.backbones.transforms import (
-    CONFIG,
-    METADATA,
-    NOT_LOADED,
-    ImageProcessor,
-    ImageTransform,
-    Tokenise,
-    VisionOptions,
-    own_transform,
-    prepared,
-    with_transforms,
-)
+from rmd_plugin.backbones.transforms import CONFIG, ImageProcessor, ImageTransform, Tokenise, VisionOptions
 from rmd_plugin.files import require
 
 log = logging.getLogger(__name__)
@@ -35,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def _with_metadata(
-    shared: VisionOptions, loaded: bool, usual: tuple[int, Any, Any, str], image_size: int | None, crop_pct: float
+    shared: VisionOptions, loaded: bool, usual: tuple[int, Any, Any, str], crop_pct: float
 ) -> dict[str, Any]:
     """What a library does to pictures (size, mean, std, interpolation), as the user wants it changed.
 
@@ -44,8 +34,8 @@ def _with_metadata(
     size, mean, std, name = usual
     # a few models name one at random, or Lanczos, which is closest to the cubic
     transform = ImageTransform(size, mean, std, interpolation="bilinear" if name == "bilinear" else "bicubic")
-    origin = METADATA if loaded else NOT_LOADED
-    return with_transforms(shared, transform, origin, size=image_size, crop_pct=crop_pct)
+    origin = transforms.METADATA if loaded else transforms.NOT_LOADED
+    return transforms.with_transforms(shared, transform, origin, crop_pct=crop_pct)
 
 
 def _count_features(encoder: nn.Module, probe: Tensor) -> int:
@@ -85,7 +75,6 @@ class Timm(Backbone):
         *,
         pretrained: bool = True,
         pretrained_head: bool = False,
-        image_size: int | None = None,
         crop_pct: float = 1.0,
         options: Mapping[str, Any] | None = None,
         **shared: Unpack[VisionOptions],
@@ -94,7 +83,7 @@ class Timm(Backbone):
         arguments: dict[str, Any] = {"pretrained": pretrained and shared.get("checkpoint") is None, **(options or {})}
         if "checkpoint_path" in arguments:
             raise ValueError("options.checkpoint_path may be unpickled by timm. Give checkpoint=FILE instead.")
-        config = timm.get_pretrained_cfg(name)
+        config, image_size = timm.get_pretrained_cfg(name), shared.get("image_size")
         if arguments["pretrained"] and not (config and config.has_weights):  # timm would only log it
             raise ValueError(f"timm has no weights for {name}: backbone.pretrained=false, or checkpoint=FILE.")
         if image_size is not None and config is not None and config.fixed_input_size:
@@ -111,15 +100,11 @@ class Timm(Backbone):
         data = timm.data.resolve_model_data_config(model)
         channels, _, size = data["input_size"]
         metadata = (size, data["mean"], data["std"], data["interpolation"])
-        picture_options = _with_metadata(shared, arguments["pretrained"], metadata, image_size, crop_pct)
-        super().__init__(
-            model,
-            _count_features(model, torch.zeros(1, channels, image_size or size, image_size or size)),
-            architecture={"name": name, "options": dict(options or {})},
-            # timm calls the classifier by a name of its own in each model
-            head_names=(str(model.pretrained_cfg.get("classifier")),),
-            **picture_options,
-        )
+        prepared = _with_metadata(shared, arguments["pretrained"], metadata, crop_pct)
+        # timm calls the classifier by a name of its own in each model
+        prepared["head_names"] = (str(model.pretrained_cfg.get("classifier")),)
+        width = _count_features(model, torch.zeros(1, channels, image_size or size, image_size or size))
+        super().__init__(model, width, architecture={"name": name, "options": dict(options or {})}, **prepared)
         if classifier is not None:
             self._load_head(classifier.weight, classifier.bias, name)
 
@@ -151,19 +136,13 @@ class OpenCLIP(Backbone):
         *,
         tag: str = "openai",
         pretrained: bool = True,
-        image_size: int | None = None,
         crop_pct: float = 1.0,
         **shared: Unpack[VisionOptions],
     ) -> None:
         open_clip = require("open_clip", "vision", needed_by=f"backbone open_clip/{name}")
         loaded = pretrained and shared.get("checkpoint") is None
-        visual = open_clip.create_model(
-            name,
-            pretrained=tag if loaded else None,
-            force_image_size=image_size,
-            pretrained_image=False,
-            pretrained_text=False,
-        ).visual
+        weights, side = tag if loaded else None, shared.get("image_size")
+        visual = open_clip.create_model(name, weights, force_image_size=side, pretrained_text=False).visual
         if getattr(visual, "output_tokens", False):
             visual.output_tokens = False  # captioning models would give every patch beside the pooled features
         size = int(visual.image_size[0] if isinstance(visual.image_size, Sequence) else visual.image_size)
@@ -171,10 +150,10 @@ class OpenCLIP(Backbone):
         mean = config.get("mean") or open_clip.OPENAI_DATASET_MEAN
         std = config.get("std") or open_clip.OPENAI_DATASET_STD
         usual_size = open_clip.get_model_config(name)["vision_cfg"].get("image_size")
-        options = _with_metadata(shared, loaded, (usual_size, mean, std, "bicubic"), size, crop_pct)
-        super().__init__(
-            visual, _count_features(visual, torch.zeros(1, 3, size, size)), architecture={"name": name}, **options
-        )
+        shared["image_size"] = size
+        options = _with_metadata(shared, loaded, (usual_size, mean, std, "bicubic"), crop_pct)
+        width = _count_features(visual, torch.zeros(1, 3, size, size))
+        super().__init__(visual, width, architecture={"name": name}, **options)
 
 
 class TorchVision(Backbone):
@@ -204,7 +183,6 @@ class TorchVision(Backbone):
         weights: str = "DEFAULT",
         pretrained: bool = True,
         pretrained_head: bool = False,
-        image_size: int | None = None,
         crop_pct: float = 1.0,
         **shared: Unpack[VisionOptions],
     ) -> None:
@@ -225,7 +203,7 @@ class TorchVision(Backbone):
         loaded = pretrained and shared.get("checkpoint") is None
         preset = described.transforms()
         metadata = (int(preset.crop_size[0]), preset.mean, preset.std, preset.interpolation.value)
-        options = _with_metadata(shared, loaded, metadata, image_size, crop_pct)
+        options = _with_metadata(shared, loaded, metadata, crop_pct)
         options["head_names"] = (classifier_name,)
         super().__init__(model, classifier.in_features, architecture={"name": name}, **options)
         if loaded:
@@ -240,7 +218,6 @@ class TorchVision(Backbone):
 
 # -- transformers -----------------------------------------------------------------------------------------------------
 
-_POOLINGS = ("cls", "mean", "pooler")
 _MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 #: commits of the hub for the models that our configs name
 _REVISIONS = {_MINILM: "c9745ed1d9f207416be6d2e6f8de32d1f16199bf"}
@@ -337,11 +314,8 @@ class HF(Backbone):
         pooling: Literal["cls", "mean", "pooler"] | None = None,
         max_length: int = 128,
         pretrained: bool = True,
-        image_size: int | None = None,
         **shared: Unpack[VisionOptions],
     ) -> None:
-        if pooling not in (None, *_POOLINGS):
-            raise ValueError(f"pooling must be one of {', '.join(_POOLINGS)}, or null, got {pooling!r}.")
         config = _from_pretrained("AutoConfig", name, revision)
         if hasattr(config, "vision_config"):
             raise ValueError(f"{name} is for pictures and texts at once. For CLIP and the like: backbone=open_clip.")
@@ -356,12 +330,12 @@ class HF(Backbone):
         patches, pad_id = 0, None
         if whole.main_input_name == "input_ids":
             text = _tokenise(name, revision, base, max_length)
-            options = prepared(shared, text, text, {"tokens": "the model's own tokenizer", "length": CONFIG})
+            options = transforms.prepared(shared, text, text, {"tokens": "the model's own tokenizer", "length": CONFIG})
             pad_id = int(text.tokenizer.pad_token_id)
             probe = torch.tensor([text.tokenizer("a b c")["input_ids"]])
         else:
-            options = _picture_options(name, revision, shared, image_size)
-            side = image_size or int(getattr(config, "image_size", 224))
+            options = _picture_options(name, revision, shared)
+            side = shared.get("image_size") or int(getattr(config, "image_size", 224))
             if isinstance(options["test_transform"], ImageProcessor):
                 side = options["test_transform"](torch.zeros(3, side, side)).shape[-1]
             probe = torch.zeros(1, 3, side, side)
@@ -373,7 +347,7 @@ class HF(Backbone):
             encoder = _TransformersEncoder(whole, None, pad_id)
         else:
             chosen = _check_pooling(name, base, pooling, probe, pad_id, patches)
-            if chosen != "pooler" and getattr(base, "pooler", None) is not None:
+            if chosen != "pooler" and any(key.startswith("pooler.") for key, _ in base.named_parameters()):
                 base.pooler = None  # weights that never get a gradient would stop DDP
             encoder = _TransformersEncoder(base, chosen, pad_id, patches)
         architecture = {"name": name, "pooling": encoder.pooling}
@@ -419,11 +393,7 @@ class BERT(HF):
         pretrained: bool = True,
         **shared: Unpack[SharedOptions],
     ) -> None:
-        if pooling not in ("mean", "cls"):
-            raise ValueError(f"pooling must be 'mean' or 'cls', got {pooling!r}.")
         super().__init__(name, pooling=pooling, max_length=max_length, pretrained=pretrained, **shared)
-        if not isinstance(self.test_transform, Tokenise):
-            raise ValueError(f"{name} is a model for pictures: backbone=hf backbone.name={name}.")
 
 
 def _from_pretrained(auto: str, name: str, revision: str | None, **options: Any) -> Any:
@@ -468,15 +438,15 @@ def _tokenise(name: str, revision: str | None, model: Any, max_length: int) -> T
     return Tokenise(tokenizer, max_length, name)
 
 
-def _picture_options(name: str, revision: str | None, shared: VisionOptions, image_size: int | None) -> dict[str, Any]:
+def _picture_options(name: str, revision: str | None, shared: VisionOptions) -> dict[str, Any]:
     """Keyword arguments of a Backbone for pictures, prepared by the model's own processor changed as the user wants."""
     changes: dict[str, Any] = {"mean": shared.get("mean"), "std": shared.get("std")}
     changes = {part: value for part, value in changes.items() if value is not None}
-    if own := own_transform(shared, [*changes]):  # the processor is not used, and may be missing
+    if own := transforms.own_transform(shared, [*changes]):  # the processor is not used, and may be missing
         return own
     images = {f"image_{part}": value for part, value in changes.items()}
     processor = _from_pretrained("AutoImageProcessor", name, revision, **images)
-    if image_size is not None:
+    if (image_size := shared.get("image_size")) is not None:
         changes["size"] = image_size
         cropped = getattr(processor, "do_center_crop", None) and processor.crop_size
         old = next(side for side in dict(cropped or processor.size).values() if side)
@@ -485,7 +455,7 @@ def _picture_options(name: str, revision: str | None, shared: VisionOptions, ima
             setattr(processor, sizes, {key: round(side * image_size / old) for key, side in sides if side})
     train, test = (ImageProcessor(processor, name, augment) for augment in (True, False))
     origins = {part: CONFIG if part in changes else "the model's own processor" for part in ("size", "mean", "std")}
-    return prepared(shared, train, test, origins)
+    return transforms.prepared(shared, train, test, origins)
 
 
 def _check_pooling(name: str, model: Any, pooling: str | None, probe: Tensor, pad_id: int | None, patches: int) -> str:

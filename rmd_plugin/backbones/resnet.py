@@ -3,7 +3,8 @@
 WRN-28-10 is the paper's choice for CIFAR.
 """
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal, Unpack
 
@@ -16,23 +17,23 @@ from rmd_plugin.backbones.transforms import CIFAR_MEAN, CIFAR_STD, ImageTransfor
 _USUAL = ImageTransform(32, CIFAR_MEAN, CIFAR_STD)
 
 
-def init_convolutions(module: nn.Module) -> None:
-    """He initialisation by fan-out, the usual start of residual networks with batch normalisation."""
-    for layer in module.modules():
+def _encoder(**layers: nn.Module) -> nn.Sequential:
+    """The layers by their names, then global average pooling; convolutions start by He's fan-out rule."""
+    encoder = nn.Sequential(OrderedDict(layers, pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten()))
+    for layer in encoder.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    return encoder
 
 
 def _groups(
     block: Callable[[int, int, int], nn.Module], channels: int, repeats: Sequence[int], widths: Sequence[int]
-) -> list[nn.Sequential]:
+) -> Iterator[nn.Sequential]:
     """One group of blocks per width, made by ``block(channels_in, channels_out, stride)``; all but the first halve."""
-    groups = []
     for index, (count, width) in enumerate(zip(repeats, widths, strict=True)):
         first = block(channels, width, 2 if index else 1)
-        groups.append(nn.Sequential(first, *(block(width, width, 1) for _ in range(count - 1))))
+        yield nn.Sequential(first, *(block(width, width, 1) for _ in range(count - 1)))
         channels = width
-    return groups
 
 
 class _PadShortcut(nn.Module):
@@ -71,26 +72,6 @@ class _Block(nn.Module):
         return F.relu(hidden + self.downsample(x))
 
 
-class _Encoder(nn.Module):
-    """3x3 stem without pooling, one group of blocks per width, global average pooling."""
-
-    def __init__(self, blocks: Sequence[int], widths: Sequence[int], shortcut: str, in_channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(widths[0])
-        self.names = [f"layer{i}" for i in range(1, len(blocks) + 1)]
-        groups = _groups(partial(_Block, shortcut=shortcut), widths[0], blocks, widths)
-        for name, group in zip(self.names, groups, strict=True):
-            self.add_module(name, group)
-        init_convolutions(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        for name in self.names:
-            x = self.get_submodule(name)(x)
-        return x.mean(dim=(2, 3))
-
-
 class ResNet(Backbone):
     """Residual network of basic blocks for small images; D = the last width.
 
@@ -102,7 +83,7 @@ class ResNet(Backbone):
         widths: channels per group.
         shortcut: where the size changes, ``conv`` learns a 1x1 convolution, ``pad`` fills with zeros.
         in_channels: channels of the input.
-        image_size: pictures of other sizes are resized to it.
+        image_size: pictures of other sizes are resized to it; 32 unless given.
         interpolation: ``bicubic`` or ``bilinear``, of the resizing.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. mean, std, transform; see
             :class:`VisionOptions`; without them pictures are normalised as is usual for CIFAR.
@@ -121,20 +102,20 @@ class ResNet(Backbone):
         *,
         shortcut: Literal["conv", "pad"] = "conv",
         in_channels: int = 3,
-        image_size: int = 32,
         interpolation: Literal["bicubic", "bilinear"] = "bicubic",
         **shared: Unpack[VisionOptions],
     ) -> None:
-        if not blocks or len(blocks) != len(widths) or min(blocks) < 1:
-            raise ValueError(
-                f"blocks and widths must name the same groups, each of at least one block, got {blocks}, {widths}."
-            )
+        if len(blocks) != len(widths):
+            raise ValueError(f"blocks and widths must name the same groups, got {blocks} and {widths}.")
         if shortcut not in ("conv", "pad"):
             raise ValueError(f"shortcut must be 'conv' or 'pad', got {shortcut!r}.")
         sizes = {"blocks": list(blocks), "widths": list(widths), "shortcut": shortcut, "in_channels": in_channels}
         origin = "the default of ResNet"
-        prepared = with_transforms(shared, _USUAL, origin, size=image_size, interpolation=interpolation)
-        encoder = _Encoder(blocks, widths, shortcut, in_channels)
+        prepared = with_transforms(shared, _USUAL, origin, interpolation=interpolation)
+        stem = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)
+        groups = _groups(partial(_Block, shortcut=shortcut), widths[0], blocks, widths)
+        named = {f"layer{number}": group for number, group in enumerate(groups, 1)}
+        encoder = _encoder(conv1=stem, bn1=nn.BatchNorm2d(widths[0]), relu=nn.ReLU(), **named)
         super().__init__(encoder, widths[-1], architecture=sizes, **prepared)
 
     def rename_key(self, name: str) -> str:
@@ -165,23 +146,6 @@ class _WideBlock(nn.Module):
         return total
 
 
-class _WideEncoder(nn.Module):
-    """Stem, three groups of blocks, normalisation, ReLU and global average pooling."""
-
-    def __init__(self, depth: int, width: int, dropout: float, in_channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, 16, 3, padding=1, bias=False)
-        widths = [16 * width, 32 * width, 64 * width]
-        groups = _groups(partial(_WideBlock, dropout=dropout), 16, [(depth - 4) // 6] * 3, widths)
-        self.block1, self.block2, self.block3 = groups
-        self.bn1 = nn.BatchNorm2d(64 * width)
-        init_convolutions(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.block3(self.block2(self.block1(self.conv1(x))))
-        return F.relu(self.bn1(x)).mean(dim=(2, 3))
-
-
 class WideResNet(Backbone):
     """WRN-depth-width: pre-activation residual network with wide layers; D = 64 * width.
 
@@ -192,7 +156,7 @@ class WideResNet(Backbone):
         width: factor on the channels 16, 32, 64.
         dropout: probability inside the blocks.
         in_channels: channels of the input.
-        image_size: pictures of other sizes are resized to it.
+        image_size: pictures of other sizes are resized to it; 32 unless given.
         **shared: num_classes, checkpoint, load_head, frozen; see :class:`Backbone`. mean, std, transform; see
             :class:`VisionOptions`; without them pictures are normalised as is usual for CIFAR.
 
@@ -210,14 +174,18 @@ class WideResNet(Backbone):
         *,
         dropout: float = 0.0,
         in_channels: int = 3,
-        image_size: int = 32,
         **shared: Unpack[VisionOptions],
     ) -> None:
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"depth must be 6n + 4 (10, 16, 22, 28, 40, ...), got {depth}.")
-        prepared = with_transforms(shared, _USUAL, "the default of WideResNet", size=image_size)
+        prepared = with_transforms(shared, _USUAL, "the default of WideResNet")
         sizes = {"depth": depth, "width": width, "in_channels": in_channels}
-        super().__init__(_WideEncoder(depth, width, dropout, in_channels), 64 * width, architecture=sizes, **prepared)
+        stem = nn.Conv2d(in_channels, 16, 3, padding=1, bias=False)
+        widths = [16 * width, 32 * width, 64 * width]
+        groups = _groups(partial(_WideBlock, dropout=dropout), 16, [(depth - 4) // 6] * 3, widths)
+        named = {f"block{number}": group for number, group in enumerate(groups, 1)}
+        encoder = _encoder(conv1=stem, **named, bn1=nn.BatchNorm2d(64 * width), relu=nn.ReLU())
+        super().__init__(encoder, 64 * width, architecture=sizes, **prepared)
 
     def rename_key(self, name: str) -> str:
         """Translate the names that pytorch-ood and Hendrycks' models use."""

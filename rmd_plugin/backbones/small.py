@@ -16,12 +16,13 @@ _LAYERS: dict[int, tuple[Callable[..., nn.Module], ...]] = {
 }
 
 
-def _with_pictures(options: VisionOptions, name: str, image_size: int | None) -> dict[str, Any]:
+def _with_pictures(options: VisionOptions, name: str) -> dict[str, Any]:
     """With transforms if any option about pictures is given: else tensors come as the benchmark has them."""
-    if image_size is None and all(options.get(option) is None for option in ("mean", "std", "transform")):
-        return shared_options(options)
+    shared = shared_options(options)
+    if all(options.get(option) is None for option in options.keys() - shared.keys()):
+        return shared
     usual = ImageTransform(None, (0.0,) * 3, (1.0,) * 3)
-    return with_transforms(options, usual, f"the default of {name}", size=image_size)
+    return with_transforms(options, usual, f"the default of {name}")
 
 
 class _AsSequence(nn.Module):
@@ -61,16 +62,11 @@ class SmallCNN(Backbone):
         *,
         dims: int | None = None,
         dropout: float = 0.0,
-        image_size: int | None = None,
         **shared: Unpack[VisionOptions],
     ) -> None:
-        if not widths:
-            raise ValueError("widths must name at least one pair of convolutions, got none.")
-        options = _with_pictures(shared, "SmallCNN", image_size)
+        options = _with_pictures(shared, "SmallCNN")
         in_channels = in_channels if in_channels is not None else 3 if "test_transform" in options else 1
         dims = 2 if dims is None else dims
-        if dims not in (1, 2):
-            raise ValueError(f"dims must be 1 (vectors, sequences) or 2 (pictures), got {dims}.")
         flat = dims == 1
         convolution, normalisation, pooling = _LAYERS[dims]
         layers: list[nn.Module] = [_AsSequence()] if flat else []
@@ -112,11 +108,8 @@ class MLP(Backbone):
         *,
         activation: str = "relu",
         dropout: float = 0.0,
-        image_size: int | None = None,
         **shared: Unpack[VisionOptions],
     ) -> None:
-        if not hidden:
-            raise ValueError("hidden must name at least one layer; for none at all use backbone=identity.")
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}.")
         layers: list[nn.Module] = [nn.Flatten(1)]
@@ -125,7 +118,7 @@ class MLP(Backbone):
             layers += [nn.Linear(size, width), _ACTIVATIONS[activation](), nn.Dropout(dropout)]
             size = width
         architecture = {"in_features": in_features, "hidden": list(hidden), "activation": activation}
-        options = _with_pictures(shared, "MLP", image_size)
+        options = _with_pictures(shared, "MLP")
         super().__init__(nn.Sequential(*layers), size, architecture=architecture, **options)
 
 

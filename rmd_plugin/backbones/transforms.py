@@ -55,18 +55,13 @@ class ImageTransform:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if self.interpolation not in ("bilinear", "bicubic"):
-            raise ValueError(f"interpolation must be 'bilinear' or 'bicubic', got {self.interpolation!r}.")
-        if not 0 < self.crop_pct <= 1:
-            raise ValueError(f"crop_pct must lie in (0, 1], got {self.crop_pct}.")
-        if self.size is None and (self.augment or self.squash or self.crop_pct != 1):
-            raise ValueError("size=None leaves pictures as they are, without crop_pct, squash or augment. Give a size.")
         # plain tuples: a Hydra list would put its own class into the repr and so into the fingerprint
         for name in ("mean", "std"):
-            values = tuple(float(value) for value in getattr(self, name))
-            if len(values) != 3 or (name == "std" and min(values) <= 0):
-                raise ValueError(f"{name} must be three numbers for red, green, blue (std above 0), got {values}.")
-            object.__setattr__(self, name, values)
+            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+        if not len(self.mean) == len(self.std) == 3 or min(self.std) <= 0 or not 0 < self.crop_pct <= 1:
+            raise ValueError(f"mean and std must be three numbers, std above 0, crop_pct in (0, 1], got {self!r}.")
+        if self.size is None and (self.augment or self.squash or self.crop_pct != 1):
+            raise ValueError("size=None leaves pictures as they are, without crop_pct, squash or augment. Give a size.")
 
     @property
     def _edge(self) -> int:
@@ -209,10 +204,12 @@ class Tokenise:
 class VisionOptions(SharedOptions, total=False):
     """The options that every backbone for pictures takes.
 
+    ``image_size`` is the side of the pictures; None is what the weights or the backbone were made for.
     ``mean`` and ``std`` are per channel, of pixels in [0, 1]; None is what the weights or the backbone were made with.
     ``transform`` replaces the whole preprocessing, in training too: raw item -> tensor.
     """
 
+    image_size: int | None
     mean: Sequence[float] | None
     std: Sequence[float] | None
     transform: Transform | None
@@ -225,12 +222,12 @@ def with_transforms(options: VisionOptions, usual: ImageTransform, origin: str, 
         options: of the backbone; those about pictures become transforms. Training augments.
         usual: what is done to pictures if nobody says anything.
         origin: where that came from, :data:`METADATA` for example.
-        **changes: further fields of the transform that the user set, ``size`` or ``crop_pct``; None where not.
+        **changes: further fields of the transform that the user set, ``crop_pct`` for example; None where not.
 
     Raises:
         ValueError: if ``transform`` is given beside what it replaces.
     """
-    changes |= {"mean": options.get("mean"), "std": options.get("std")}
+    changes |= {"size": options.get("image_size"), "mean": options.get("mean"), "std": options.get("std")}
     # a value that is the usual one anyway may be from anywhere
     changes = {name: value for name, value in changes.items() if value is not None and value != getattr(usual, name)}
     if own := own_transform(options, sorted(changes.keys() - {"size"})):
@@ -243,11 +240,9 @@ def with_transforms(options: VisionOptions, usual: ImageTransform, origin: str, 
 def own_transform(options: VisionOptions, changes: Sequence[str]) -> dict[str, Any] | None:
     """Keyword arguments of a Backbone whose preprocessing is the user's own, None if it is not."""
     transform = options.get("transform")
-    if transform is None:
-        return None
-    if changes:
+    if transform is not None and changes:
         raise ValueError(f"transform replaces the whole preprocessing: {' and '.join(changes)} would be ignored.")
-    return prepared(options, transform, transform, {"transform": CONFIG})
+    return None if transform is None else prepared(options, transform, transform, {"transform": CONFIG})
 
 
 def prepared(options: VisionOptions, train: Transform, test: Transform, origins: dict[str, str]) -> dict[str, Any]:
@@ -258,4 +253,5 @@ def prepared(options: VisionOptions, train: Transform, test: Transform, origins:
 
 def shared_options(options: VisionOptions) -> dict[str, Any]:
     """The options without those about pictures."""
-    return {name: value for name, value in options.items() if name not in ("mean", "std", "transform")}
+    of_pictures = ("image_size", "mean", "std", "transform")
+    return {name: value for name, value in options.items() if name not in of_pictures}

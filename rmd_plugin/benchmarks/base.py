@@ -5,9 +5,9 @@ import io
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
 
 import numpy as np
 import torch
@@ -192,8 +192,7 @@ class Split(Dataset[tuple[object, int]]):
         self.indices = np.arange(len(source)) if indices is None else indices
         if len(labels) != len(self.indices):
             raise ValueError(f"{len(labels)} labels for {len(self.indices)} items")
-        plain = labels.numpy() if isinstance(labels, Tensor) else labels
-        self.labels: Tensor = torch.from_numpy(np.array(plain, dtype=np.int64))
+        self.labels = torch.from_numpy(np.asarray(labels).astype(np.int64))
         self.transform = transform
 
     def __len__(self) -> int:
@@ -292,15 +291,13 @@ class Parts:
     class_names: Sequence[str] | None  #: in the order of the labels; None where the classes have no names
     train: Split
     test: Split
-    oods: Sequence[OODSet]  #: near ones first; ID sets under a covariate shift among them
+    oods: list[OODSet]  #: near ones first; ID sets under a covariate shift among them
     val: Split | None = None  #: ID validation samples, if the data has any
     val_fraction: float = 0.0  #: share of ``train`` to hold out where ``val`` is None
 
 
 def stream(seed: int, *purpose: str) -> np.random.Generator:
     """Random generator of its own for the draw that the words name, so that one draw never shifts another."""
-    if seed < 0:
-        raise ValueError(f"seed must be >= 0, got {seed}")
     return np.random.default_rng([seed, *(zlib.crc32(word.encode()) for word in purpose)])
 
 
@@ -355,32 +352,40 @@ class OODBenchmark(Benchmark):
     shifts: dict[str, Split] = field(init=False)
 
     def __post_init__(self) -> None:
-        for option, limit in (("limit_train", self.limit_train), ("limit_test", self.limit_test)):
-            if limit is not None and limit < 1:
-                raise ValueError(f"{option} must be at least 1, or None for no limit; got {limit}")
-        if self.train_transform is None:
-            self.train_transform = self.default_transform()
-        if self.test_transform is None:
-            self.test_transform = self.default_transform()
+        for option in fields(self):
+            choices = get_args(option.type) if get_origin(option.type) is Literal else ()
+            if choices and (value := getattr(self, option.name)) not in choices:
+                raise ValueError(f"{option.name} must be one of {', '.join(choices)}; got {value!r}")
+        default = self.default_transform()
+        self.train_transform = default if self.train_transform is None else self.train_transform
+        self.test_transform = default if self.test_transform is None else self.test_transform
 
         parts = self.load()
         train, val = parts.train, parts.val
         if val is None:
             val, train = train.stratified([parts.val_fraction], stream(self.seed, "validation"))
         if len(train) == 0 or len(parts.test) == 0:
-            raise self._error("has no in-distribution samples left to train or test on")
+            raise self._error("has no in-distribution samples left to train or test on: too few for the fractions")
         self.class_names = None if parts.class_names is None else list(parts.class_names)
         self.num_classes = int(train.labels.max()) + 1 if self.class_names is None else len(self.class_names)
-        self._check_labels(train, val, parts.test)
+        classes = set(range(self.num_classes))
+        for purpose, split in (("training", train), ("validation", val), ("test", parts.test)):
+            labels = set(split.labels.tolist())
+            if labels - classes or (split is train and classes - labels):
+                raise self._error(
+                    f"the {purpose} labels must be 0..{self.num_classes - 1}, each of them in training; unexpected are "
+                    f"{sorted(labels - classes)[:10]}, missing are {sorted(classes - labels)[:10]}. Renumber them."
+                )
+        if self.limit_train is not None and self.limit_train < self.num_classes:
+            raise self._error(f"limit_train={self.limit_train} cannot cover the {self.num_classes} classes")
         self._train = self._limited(train, self.limit_train, "train")
         self._val = self._limited(val, self.limit_test, "val")
         self.test_in = self._limited(parts.test, self.limit_test, "test")
-        names = [ood.name for ood in parts.oods]
-        if len(set(names)) < len(names):
-            raise self._error(f"two OOD sets have the same name: {sorted(names)}")
         self.distance, self.test_oods, self.shifts = {}, [], {}
         for ood in parts.oods:
             split = self._limited(ood.split, self.limit_test, ood.name)
+            if ood.name in self.distance:
+                raise self._error(f"two OOD sets are named {ood.name}")
             if ood.distance == "shift":
                 self.shifts[ood.name] = split
             else:
@@ -400,23 +405,9 @@ class OODBenchmark(Benchmark):
     def _error(self, reason: str) -> ValueError:
         return ValueError(f"{self.name}: {reason}")
 
-    def _check_labels(self, train: Split, val: Split, test: Split) -> None:
-        expected = np.arange(self.num_classes)
-        missing, unknown = np.setdiff1d(expected, train.labels), np.setdiff1d(train.labels, expected)
-        if len(missing) or len(unknown):
-            raise self._error(
-                f"training labels must cover 0..{self.num_classes - 1}; missing are {missing[:10].tolist()}, "
-                f"unexpected are {unknown[:10].tolist()}. Renumber them."
-            )
-        for name, labels in (("validation", val.labels), ("test", test.labels)):
-            if len(unknown := np.setdiff1d(labels, expected)):
-                raise self._error(f"the {name} labels {unknown[:10].tolist()} do not occur in training")
-        if self.limit_train is not None and self.limit_train < self.num_classes:
-            raise ValueError(
-                f"limit_train={self.limit_train} cannot cover the {self.num_classes} classes of {self.name}"
-            )
-
     def _limited(self, split: Split, limit: int | None, purpose: str) -> Split:
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit_test must be at least 1, or None for no limit; got {limit}")
         return split.balanced(limit, stream(self.seed, "limit", purpose)).with_transform(self.test_transform)
 
     def train_set(self) -> Split:
@@ -444,18 +435,16 @@ class OODBenchmark(Benchmark):
             With both, one data set per entry of ``ood_names``: the ID test set followed by that OOD set. With
             ``unknown`` only, the OOD sets; with ``known`` only, the ID test set, once.
         """
-        if known and unknown:
-            return [self.test_in + ood for ood in self.test_oods]
-        if known:
+        if not (known or unknown):
+            raise ValueError("test_sets needs known=True or unknown=True, both are False")
+        if not unknown:
             return [self.test_in]
-        if unknown:
-            return list(self.test_oods)
-        raise ValueError("test_sets needs known=True or unknown=True, both are False")
+        return [self.test_in + ood if known else ood for ood in self.test_oods]
 
     def _splits(self) -> dict[str, Split]:
+        """All splits by name: ``train``, ``val``, ``test``, those of ``ood_names`` and of ``shifts``."""
         splits = {"train": self._train, "val": self._val, "test": self.test_in}
-        splits |= {f"ood:{name}": split for name, split in zip(self.ood_names, self.test_oods, strict=True)}
-        return splits | {f"shift:{name}": split for name, split in self.shifts.items()}
+        return splits | dict(zip(self.ood_names, self.test_oods, strict=True)) | self.shifts
 
     def fingerprint(self, split: str | None = None) -> str:
         """Hash of the data itself, for cache keys: raw items and labels, after splits and limits.
@@ -463,18 +452,17 @@ class OODBenchmark(Benchmark):
         It depends on nothing else: not on transforms, file formats, folders or library versions.
 
         Args:
-            split: ``"train"``, ``"val"``, ``"test"`` or a name of ``ood_names`` or ``shifts``; None covers all of them.
+            split: ``train``, ``val``, ``test`` or a name of ``ood_names`` or ``shifts``; None covers all of them.
         """
         splits = self._splits()
         if split is not None:
-            for key in (split, f"ood:{split}", f"shift:{split}"):
-                if key in splits:
-                    return splits[key].digest()
-            others = [*self.ood_names, *self.shifts]
-            raise ValueError(f"{self.name} has no split {split!r}; it has train, val, test, {others}")
-        parts = [f"{key} {part.digest()}" for key, part in splits.items()]
+            if split not in splits:
+                raise ValueError(f"{self.name} has no split {split!r}; it has {', '.join(splits)}")
+            return splits[split].digest()
+        kinds = dict.fromkeys(self.ood_names, "ood:") | dict.fromkeys(self.shifts, "shift:")
+        parts = [f"{kinds.get(name, '')}{name} {part.digest()}" for name, part in splits.items()]
         return hashlib.sha256("\n".join([_FINGERPRINT_VERSION, self.name, *parts]).encode()).hexdigest()
 
     def __repr__(self) -> str:
-        sizes = [f"{name.partition(':')[2] or name}={len(split)}" for name, split in self._splits().items()]
+        sizes = [f"{name}={len(split)}" for name, split in self._splits().items()]
         return f"{type(self).__name__}({', '.join(sizes)})"

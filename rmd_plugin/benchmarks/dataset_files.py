@@ -3,11 +3,12 @@
 Rows are a data frame with the columns ``label`` and ``split``, whose index is the position of each item.
 """
 
+import glob
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,19 +79,18 @@ def fetch(url: str, sha256: str, path: Path) -> Path:
         ChecksumError: the content is not the published one; a download is not kept.
         DownloadError: the server could not be reached, or the disk is full.
     """
-    if path.exists():
-        if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-            raise ChecksumError(path, f"its sha256 is not the published {sha256}. Fetch the file again.")
-        return path
     import torch
 
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
     except RuntimeError as error:  # so torch calls a wrong hash
         raise ChecksumError(path, f"{url} did not give the published file: {error}. Not kept.") from error
     except OSError as error:
         raise DownloadError(f"could not download {url} to {path}: {error}. Put it there by hand") from error
+    if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+        raise ChecksumError(path, f"its sha256 is not the published {sha256}. Fetch the file again.")
     return path
 
 
@@ -100,9 +100,8 @@ def find_path(path: str | Path, data_dir: str | Path | None, kind: str) -> Path:
     candidates = [path]
     if not path.exists() and not path.is_absolute():
         candidates.append(resolve_data_dir(data_dir, f"no {kind}: looked for {path}; else it") / path)
-    for candidate in candidates:
-        if candidate.exists():
-            return candidate
+    if candidates[-1].exists():
+        return candidates[-1]
     raise DataNotFoundError(
         f"no {kind}: looked for {'; '.join(map(str, candidates))}. Set path (benchmark.path=... on the command line)."
     )
@@ -127,7 +126,7 @@ def split_files(folder: Path, endings: Sequence[str], *, folders: bool = False) 
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: str | Path) -> Iterator[None]:
     """Errors of the libraries about the content of a file as ours, with its name."""
     try:
         yield
@@ -154,7 +153,6 @@ def read_columns(path: Path, names: Sequence[str | None] | None = None) -> dict[
             separator = "\t" if ending == ".tsv" else ","
             frame = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False, encoding="utf-8-sig")
         elif ending == ".jsonl":
-            # not pandas' reader, which makes floats of whole numbers where some are missing
             lines = path.read_text(encoding="utf-8-sig").split("\n")
             frame = pd.DataFrame([json.loads(line) for line in lines if line.strip()], dtype=object)
         elif ending in _ARROW_FORMATS:
@@ -187,11 +185,9 @@ def read_columns(path: Path, names: Sequence[str | None] | None = None) -> dict[
 
 
 def _dataset(path: Path) -> Any:
-    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
-    files = [file for file in files if not file.name.startswith((".", "_"))]
-    if not files:
-        raise DataFormatError(path, "is a folder without Parquet files")
-    return ds.dataset(files, format=_ARROW_FORMATS[files[0].suffix.lower()])
+    """A Parquet or Arrow file, or a folder of Parquet files in which others are passed over."""
+    file_format = _ARROW_FORMATS[".parquet" if path.is_dir() else path.suffix.lower()]
+    return ds.dataset(path, format=file_format, exclude_invalid_files=path.is_dir())
 
 
 def column_names(path: Path) -> list[str] | None:
@@ -213,7 +209,7 @@ def column_names(path: Path) -> list[str] | None:
 
 
 def make_rows(
-    path: Path, columns: Mapping[str, np.ndarray], count: int, label: str | None, split: str | None, key: str | None
+    path: str | Path, columns: Mapping[str, Any], count: int, label: str | None, split: str | None, key: str | None
 ) -> pd.DataFrame:
     """Label (a text, or None) and split of each row.
 
@@ -226,27 +222,23 @@ def make_rows(
         key: the split that the whole file belongs to, if it has no such column.
     """
     for name, usual in ((label, "label"), (None if key else split, "split")):
-        if name not in (None, usual) and name not in columns and not (key or "").startswith(OOD):
+        if name not in (None, usual, *columns) and not (key or "").startswith(OOD):
             raise DataFormatError(path, f"has no column or array {name!r}; it has {', '.join(columns)[:300]}")
-    if count == 0 or any(len(columns[name]) != count for name in columns if name in (label, split)):
-        raise DataFormatError(path, f"has no rows, or other numbers of labels or splits than the {count} items")
+    if count == 0:
+        raise DataFormatError(path, "has no rows")
     with naming(path):
-        codes, values = pd.factorize(np.asarray(columns.get(label or "", [None] * count), dtype=object))
-    rows = pd.DataFrame({"label": np.array([*map(_label_text, values), None], dtype=object)[codes]})
-    words = columns.get(split or "", [TRAIN] * count) if key is None else [key] * count
-    rows["split"] = pd.Series(words, dtype=str).str.strip().replace({"validation": VAL, "ood": f"{OOD}ood"})
-    unknown = ~rows["split"].str.fullmatch(f"{TRAIN}|{VAL}|{TEST}|{OOD}.+")
-    unlabelled = rows["label"].isna() & ~rows["split"].str.startswith(OOD)
+        words = {"label": columns.get(label or ""), "split": key or columns.get(split or "", TRAIN)}
+        rows = pd.DataFrame(words, index=range(count), dtype=object)
+    rows["label"] = rows["label"].map(_label_text)
+    rows["split"] = rows["split"].astype(str).str.strip().replace({"validation": VAL, "ood": f"{OOD}ood"})
+    inside = ~rows["split"].str.startswith(OOD)
     for wrong, reason in (
-        (unknown, "the split is none of train, val, test, ood and ood:NAME, but "),
-        (
-            unlabelled,
-            "there is no label, a text or a whole number; only OOD rows can do without. The split is ",
-        ),
+        (inside & ~rows["split"].isin([TRAIN, VAL, TEST]), "is none of train, val, test, ood and ood:NAME"),
+        (inside & rows["label"].isna(), "needs labels, texts or whole numbers; only OOD rows can do without"),
     ):
         if wrong.any():
             row = int(np.argmax(wrong))
-            raise DataFormatError(path, f"row {row + 1}: {reason}{rows['split'][row]!r}")
+            raise DataFormatError(path, f"row {row + 1}: the split {rows['split'][row]!r} {reason}")
     return rows
 
 
@@ -264,10 +256,15 @@ def read_table(path: Path, item: str, label: str, split: str | None, key: str | 
     columns = read_columns(path, [item, label, split])
     if item not in columns:
         raise DataFormatError(path, f"has no column {item!r}; it has {', '.join(columns)[:300] or 'nothing'}")
-    empty = [not isinstance(value, str) or not value.strip() for value in columns[item]]
-    if any(empty):
-        raise DataFormatError(path, f"row {empty.index(True) + 1}: {item!r} is missing or empty, a text is expected")
-    return make_rows(path, columns, len(empty), label, split, key).assign(item=columns[item])
+    check_texts(path, item, columns[item])
+    return make_rows(path, columns, len(columns[item]), label, split, key).assign(item=columns[item])
+
+
+def check_texts(path: str | Path, name: str, texts: Iterable[object]) -> None:
+    """Refuse a column of texts of which one is missing or empty."""
+    for row, value in enumerate(texts, 1):
+        if not isinstance(value, str) or not value.strip():
+            raise DataFormatError(path, f"row {row}: {name!r} is missing or empty, a text is expected")
 
 
 def read_texts(path: Path, text: str, label: str, split: str | None) -> pd.DataFrame:
@@ -314,7 +311,7 @@ def vector_files(path: Path, label: str | None, split: str | None) -> dict[str, 
     return {key: file for key, file in files.items() if not (file.suffix == ".npy" and key.endswith(beside))}
 
 
-def check_matrix(path: Path, name: str, rows: np.ndarray, dtype: str = "float32") -> np.ndarray:
+def check_matrix(path: str | Path, name: str, rows: np.ndarray, dtype: str = "float32") -> np.ndarray:
     """Features of shape (N, D); refused if they are no real numbers or one is not finite in the type of the items."""
     if rows.ndim != 2 or rows.dtype.kind not in "fiu" or rows.shape[1] == 0:
         raise DataFormatError(path, f"{name!r} must be numbers of shape (N, D), got {rows.dtype} of shape {rows.shape}")
@@ -342,12 +339,9 @@ def list_pictures(path: Path) -> pd.DataFrame:
         if not folders and (path / key).is_dir():
             raise DataFormatError(path / key, "holds no folders; each class and each OOD set has a folder of its own")
         for folder in folders:
-            # in the order of torchvision's ImageFolder, without what begins with a dot
-            walk = (
-                os.path.join(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names
-            )
-            visible = (file for file in walk if is_picture(file) and f"{os.sep}." not in file.removeprefix(str(folder)))
-            paths = sorted(visible, key=os.path.split)
+            # in the order of torchvision's ImageFolder; glob passes over what begins with a dot
+            names = filter(is_picture, glob.iglob("**", root_dir=folder, recursive=True))
+            paths = sorted((os.path.join(folder, name) for name in names), key=os.path.split)
             if not paths:
                 raise DataFormatError(folder, f"holds no picture; endings of pictures are {', '.join(PICTURE_ENDINGS)}")
             split = OOD + folder.name if key == "ood" else key

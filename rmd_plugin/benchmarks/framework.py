@@ -17,8 +17,8 @@ from pytorch_ood.benchmark.img import ssb
 from pytorch_ood.dataset import img
 from pytorch_ood.dataset.img import ImageListDataset
 from pytorch_ood.dataset.img.noise import NoiseDataset
-from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch import nn
+from torch.utils.data import Dataset, Subset
 from torchvision.datasets import SVHN
 from torchvision.transforms import ToTensor
 from torchvision.transforms import functional as vision
@@ -26,21 +26,11 @@ from torchvision.transforms import functional as vision
 from .base import Distance, ImageFiles, ImageRows, OODBenchmark, OODSet, Parts, Source, Split, Transform, square, stream
 from .dataset_files import DOWNLOAD, DataNotFoundError, fetch, resolve_data_dir
 
-#: what a class wants to be told, as a test set
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "CIFAR10C": {"subset": "all"},
-    "CIFAR100C": {"subset": "all"},
-    "GaussianNoise": {"length": 1000},
-    "ImageNetC": {"subset": "noise"},
-    "MNISTC": {"subset": "all", "split": "test"},
-    "MVTechAD": {"split": "test"},
-    "SVHN": {"split": "test"},
-    "SegmentMeIfYouCan": {"subset": "RoadAnomaly21"},
-    "StreetHazards": {"subset": "test"},
-    "SuMNIST": {"train": False},
-    "TinyImageNet": {"subset": "val"},
-    "UniformNoise": {"length": 1000},
-}
+#: what a class is told about its part, as a test set
+_SUBSETS = {
+    "CIFAR10C": "all", "CIFAR100C": "all", "ImageNetC": "noise", "MNISTC": "all", "SegmentMeIfYouCan": "RoadAnomaly21",
+    "StreetHazards": "test", "TinyImageNet": "val",
+}  # fmt: skip
 #: name -> class
 PICTURE_SETS: dict[str, Any] = {**{name: getattr(img, name) for name in img.__all__}, "SVHN": SVHN}
 #: benchmarks of the framework that can be chosen
@@ -156,10 +146,7 @@ class _Wrapped(OODBenchmark):
 
 
 def framework_parts(
-    benchmark: Benchmark,
-    *,
-    val_fraction: float,
-    source: Callable[[Dataset[Any]], Source[Any]] = DatasetItems,
+    benchmark: Benchmark, *, val_fraction: float, source: Callable[[Dataset[Any]], Source[Any]] = DatasetItems
 ) -> Parts:
     """The sets of a benchmark of the framework.
 
@@ -173,55 +160,43 @@ def framework_parts(
     oods = data.test_sets(known=False, unknown=True)
     if len(data.ood_names) != len(oods):
         raise ValueError(f"there are {len(oods)} OOD sets but {len(data.ood_names)} ood_names: {data.ood_names}")
-    tags = _distances(data)
     train = _labelled(data.train_set(), source)
     classes = getattr(data, "class_names", getattr(data.train_set(), "classes", None))
     if classes is not None and len(classes) != int(train.labels.max()) + 1:
         classes = None
     # of OpenOOD's, whose validation_set() has OOD samples too
     val = data.val_set() if hasattr(data, "val_set") else getattr(data, "val_in", None)
-    return Parts(
-        class_names=classes,
-        train=train,
-        test=_labelled(test, source),
-        val=None if val is None else _labelled(val, source),
-        # OOD sets need no labels of their own, which saves a pass over them
-        oods=[
-            OODSet(name, tags.get(name, ""), Split(source(ood), _ood_labels(ood, tags.get(name, ""))))
-            for name, ood in zip(data.ood_names, oods, strict=True)
-        ],
-        val_fraction=val_fraction,
-    )
+    parts = Parts(classes, train, _labelled(test, source), [], val_fraction=val_fraction)
+    parts.val = None if val is None else _labelled(val, source)
+    distances = _distances(data)
+    for name, ood in zip(data.ood_names, oods, strict=True):
+        # OOD sets need no labels of their own, which saves a pass over them; the framework hides those of shifted ID
+        # sets behind -1
+        labels: Any = np.zeros(len(ood))
+        if distances.get(name) == "shift":
+            labels = ood.labels if hasattr(ood, "labels") else _labelled(ood).labels
+        parts.oods.append(OODSet(name, distances.get(name, ""), Split(source(ood), labels)))
+    return parts
 
 
 def _distances(benchmark: Any) -> dict[str, Distance]:
     """What a benchmark says about its sets; the framework's own say it in three ways."""
     if hasattr(benchmark, "distance"):
         return dict(benchmark.distance)
-    tags: dict[str, Distance] = {}
-    if hasattr(benchmark, "_test_easy"):  # of the Semantic Shift Benchmark, Easy the least like the ID classes
-        tags |= {"Hard": "near", "Easy": "far"}
-    kinds: tuple[tuple[Distance, str], ...] = (
-        ("near", "_near_ood"), ("far", "_far_ood"), ("near", "near_ood_names"), ("far", "far_ood_names"),
-        ("shift", "cs_id_names"),
-    )  # fmt: skip
-    return tags | {name: distance for distance, attribute in kinds for name in getattr(benchmark, attribute, ())}
-
-
-def _ood_labels(dataset: Any, distance: Distance) -> np.ndarray | Tensor:
-    """Zeros, or of an ID set under a covariate shift the labels, which the framework's benchmarks hide behind -1."""
-    if distance != "shift":
-        return np.zeros(len(dataset))
-    return np.asarray(dataset.labels) if hasattr(dataset, "labels") else _labelled(dataset).labels
+    # of the Semantic Shift Benchmark Easy is the least like the ID classes
+    tags: dict[str, Distance] = {"Hard": "near", "Easy": "far"} if hasattr(benchmark, "_test_easy") else {}
+    names: dict[str, Distance] = {"_near_ood": "near", "_far_ood": "far", "cs_id_names": "shift"}
+    names |= {"near_ood_names": "near", "far_ood_names": "far"}
+    return tags | {name: kind for attribute, kind in names.items() for name in getattr(benchmark, attribute, ())}
 
 
 def _labelled(dataset: Dataset[Any], source: Callable[[Dataset[Any]], Source[Any]] = DatasetItems) -> Split:
     labels = _stored_labels(dataset)
-    try:
-        if labels is None:
+    if labels is None:
+        try:
             labels = np.array([int(dataset[index][1]) for index in range(len(dataset))])  # type: ignore[arg-type]
-    except (TypeError, ValueError, LookupError) as error:
-        raise ValueError(f"items of a {type(dataset).__name__} must be (x, label), a whole number: {error}") from error
+        except (TypeError, ValueError, LookupError) as error:
+            raise ValueError(f"items of a {type(dataset).__name__} must be (x, label), a whole number") from error
     return Split(source(dataset), labels)
 
 
@@ -230,18 +205,15 @@ def _stored_labels(dataset: Any) -> np.ndarray | None:
     if isinstance(dataset, Subset):
         labels = _stored_labels(dataset.dataset)
         return None if labels is None else labels[np.asarray(dataset.indices)]
-    if isinstance(dataset, TensorDataset):
-        stored: Any = dataset.tensors[-1]
-    elif isinstance(pairs := getattr(dataset, "data", None), list):  # as the Semantic Shift Benchmark has them
+    stored = getattr(dataset, "targets", getattr(dataset, "labels", None))
+    if isinstance(pairs := getattr(dataset, "data", None), list):  # as the Semantic Shift Benchmark has them
         stored = [label for _, label in pairs]
-    else:
-        stored = getattr(dataset, "targets", getattr(dataset, "labels", None))
     labels = np.asarray(stored)
     if labels.shape != (len(dataset),) or labels.dtype.kind not in "iu":
         return None
     # a target_transform, say, makes them differ from what the data set gives
     same = all(int(dataset[index][1]) == labels[index] for index in (0, len(dataset) // 2, -1))
-    return labels.astype(np.int64) if same else None
+    return labels if same else None
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -293,16 +265,14 @@ class Framework(OODBenchmark):
         with asking_framework(self.name, folder):
             benchmark = self._build(folder)
             parts = framework_parts(benchmark, val_fraction=self.val_fraction, source=partial(pictures, seed=self.seed))
-            splits = [parts.train, parts.test, *(ood.split for ood in parts.oods)]
-            for split in splits if parts.val is None else [*splits, parts.val]:
-                for index in (0, -1) if len(split) else ():
-                    split.raw(index)  # most list their pictures without looking for them
-        further = list(parts.oods)
-        for number, entry in enumerate([*self.near, *self.far]):
-            name, source = load_picture_set(entry, folder, seed=self.seed, download=self.download)
-            distance: Distance = "near" if number < len(self.near) else "far"
-            further.append(OODSet(name, distance, Split(source, np.zeros(len(source)))))
-        parts.oods = sorted(further, key=lambda ood: ood.distance == "far")
+            for split in filter(None, [parts.train, parts.val, parts.test, *(ood.split for ood in parts.oods)]):
+                split.raw(0), split.raw(-1)  # most list their pictures without looking for them
+        further: dict[Distance, Any] = {"near": self.near, "far": self.far}
+        for distance, entries in further.items():
+            for entry in entries:
+                name, source = load_picture_set(entry, folder, seed=self.seed, download=self.download)
+                parts.oods.append(OODSet(name, distance, Split(source, np.zeros(len(source)))))
+        parts.oods.sort(key=lambda ood: ood.distance == "far")
         return parts
 
     def default_transform(self) -> Transform:
@@ -311,7 +281,7 @@ class Framework(OODBenchmark):
 
     def _build(self, folder: Path) -> Benchmark:
         kind = getattr(published, self.name)
-        options: dict[str, Any] = {"root": str(folder), "transform": _as_it_is}
+        options: dict[str, Any] = {"root": str(folder), "transform": nn.Identity()}
         if "download" in inspect.signature(kind).parameters:
             options["download"] = self.download
         elif not self.download and self.name not in _SPLITS:
@@ -329,10 +299,6 @@ class Framework(OODBenchmark):
                 f"the class splits of {self.name} are not there: {path}. Set {DOWNLOAD}, or put {url} there."
             )
         fetch(url, sha256, path)
-
-
-def _as_it_is(picture: Any) -> Any:
-    return picture
 
 
 def load_picture_set(
@@ -363,14 +329,14 @@ def load_picture_set(
         raise ValueError(f"there is no far-OOD set {name!r}; there are {', '.join(sorted(PICTURE_SETS))}")
     kind = PICTURE_SETS[name]
     taken = inspect.signature(kind).parameters
-    general = {"root": str(folder), "download": download, "size": (size, size, 3) if size else None}
-    options = {key: value for key, value in general.items() if key in taken and value is not None}
+    usual: dict[str, Any] = {"root": str(folder), "download": download, "split": "test", "train": False, "length": 1000}
+    usual |= {"subset": _SUBSETS[name]} if name in _SUBSETS else {}
+    usual |= {"size": (size, size, 3)} if size else {}
     # lists of Hydra are none of the framework's business
     plain = {key: value if isinstance(value, str | int | float) else tuple(value) for key, value in chosen.items()}
-    options |= _OPTIONS.get(name, {}) | plain
     with asking_framework(name, folder, file=getattr(kind, "filename", "")):
         try:
-            dataset = kind(**options)
+            dataset = kind(**{key: value for key, value in usual.items() if key in taken} | plain)
         except (AssertionError, LookupError, TypeError) as error:
             raise ValueError(f"{name} does not take {dict(chosen)}: {error!r}; it has {', '.join(taken)}") from error
         source = pictures(dataset, seed=seed, size=size)

@@ -1,15 +1,18 @@
 """Bacteria genomics: 250-base reads of 10 ID genera, reads of other genera as OOD."""
 
 import gzip
+import itertools
 import json
 import os
+import re
 import shutil
 import struct
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
@@ -35,6 +38,9 @@ _SHA256 = "4260cfaf5c919b55bb6d0e78d1a498990b7b7331f7daa6ac7e0af9dfb415e004"
 _BLOCK, _GAP = 20_000, 500
 _TEST_FRACTION = 0.2  # of the blocks, where a genus has one genome only
 _MAX_DRAWS = 50
+# the features x and y of a serialised tf.train.Example: a text of digits; a whole number, packed or not
+_READ = re.compile(rb"(?:[0-4] ){249}[0-4]")
+_LABEL = re.compile(rb"\n\x01y\x12.\x1a.(?:\n.|\x08)([\x80-\xff]*[\0-\x7f])", re.DOTALL)
 
 
 class Reads(ArrayRows):
@@ -118,8 +124,6 @@ class Genomics(OODBenchmark):
 
     def load(self) -> Parts:
         """Read the published files, or cut reads from genomes."""
-        if self.source not in _FOLDERS:
-            raise ValueError(f"source must be published or genomes, got {self.source!r}")
         folder = Path(_FOLDERS[self.source] if self.folder is None else self.folder).expanduser()
         # an absolute folder needs no data_dir
         if not folder.is_absolute():
@@ -128,8 +132,6 @@ class Genomics(OODBenchmark):
 
     def default_transform(self) -> Transform | None:
         """The encoding asked for."""
-        if self.encoding not in ("one_hot", "tokens"):
-            raise ValueError(f"encoding must be one_hot or tokens, got {self.encoding!r}")
         return one_hot if self.encoding == "one_hot" else None
 
     def _load_published(self, folder: Path) -> Parts:
@@ -148,37 +150,26 @@ class Genomics(OODBenchmark):
             names = sorted((genus for genus, label in labels.items() if label < _NUM_ID), key=labels.__getitem__)
         complete = (folder / _TEST).is_dir()
         needed = [_TRAIN, _VAL, _TEST, _OOD_TEST] if complete else [_TRAIN, _VAL, _OOD_VAL]
-        splits = {split: _read_split(folder / split) for split in needed}
-        ood = OODSet("ood_test" if complete else "ood_val", "near", splits[needed[-1]])
-        if complete:
-            return Parts(names, splits[_TRAIN], splits[_TEST], [ood], val=splits[_VAL])
-        return Parts(names, splits[_TRAIN], splits[_VAL], [ood], val_fraction=self.val_fraction)
+        train, *val, test, outside = (_read_split(folder / split) for split in needed)
+        ood = OODSet("ood_test" if complete else "ood_val", "near", outside)
+        return Parts(names, train, test, [ood], val=val[0] if val else None, val_fraction=self.val_fraction)
 
     def _cut_genomes(self, folder: Path) -> Parts:
-        counts = {"train": self.n_train, "val": self.n_val, "test": self.n_test}
-        if min(counts.values()) < 1 or not 0 < self.val_fraction < 1 - _TEST_FRACTION:
-            raise ValueError(
-                f"n_train, n_val and n_test must be at least 1 and val_fraction above 0 and below "
-                f"{1 - _TEST_FRACTION}, got {counts} and {self.val_fraction}"
-            )
         genomes = _Genomes(folder, self.val_fraction, self.seed)
-        splits: dict[str, Split] = {}
-        seen: set[bytes] = set()
-        for role, count in counts.items():  # train first: val and test must avoid the training reads of every genus
-            splits[role] = genomes.cut(genomes.genera("id"), count, role, seen)
-            if role == "train":
-                reads: np.ndarray = splits[role].source.items
-                # A-T and C-G are codes that sum to 3
-                seen = {read.tobytes() for strand in (reads, 3 - reads[:, ::-1]) for read in strand}
-        kingdoms = dict(zip(genomes.classes["genus"], genomes.classes["kingdom"], strict=True))
-        near = {kingdoms[genus] for genus in genomes.genera("id")}
+        inside, outside = (genomes.classes[genomes.classes["role"] == role] for role in ("id", "ood"))
+        names = sorted(inside["genus"].unique())
+        train = genomes.cut(names, self.n_train, "train")
+        reads: np.ndarray = train.source.items
+        # val and test avoid the training reads of every genus; A-T and C-G are codes that sum to 3
+        seen = {read.tobytes() for strand in (reads, 3 - reads[:, ::-1]) for read in strand}
+        val, test = genomes.cut(names, self.n_val, "val", seen), genomes.cut(names, self.n_test, "test", seen)
         oods = []
-        for group in sorted({kingdoms[genus] for genus in genomes.genera("ood")}):
-            genera = [genus for genus in genomes.genera("ood") if kingdoms[genus] == group]
-            distance: Distance = "near" if group in near else "far"
-            oods.append(OODSet(f"ood_{group}", distance, genomes.cut(genera, self.n_test, "ood", set())))
+        for kingdom, group in outside.groupby("kingdom"):
+            distance: Distance = "near" if kingdom in set(inside["kingdom"]) else "far"
+            split = genomes.cut(sorted(group["genus"].unique()), self.n_test, "ood")
+            oods.append(OODSet(f"ood_{kingdom}", distance, split))
         oods.sort(key=lambda ood: ood.distance == "far")
-        return Parts(genomes.genera("id"), splits["train"], splits["test"], oods, val=splits["val"])
+        return Parts(names, train, test, oods, val=val)
 
 
 # -- the published files ----------------------------------------------------------------------------------------------
@@ -199,12 +190,15 @@ def _read_split(folder: Path) -> Split:
 def read_tfrecord(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Reads (N, L), uint8, and labels (N,) of a TFRecord file: feature ``x`` is digits and blanks, ``y`` a label."""
     with naming(path):
-        examples = [_parse_example(record) for record in _read_records(path)]
-        grid = np.frombuffer(b"".join(example[b"x"] for example in examples), dtype=np.uint8)
-        reads = grid.reshape(len(examples), 2 * _READ_LENGTH - 1)[:, ::2] - np.uint8(ord("0"))
-        if (reads > _OTHER).any():  # whatever is below '0' wraps around to a large number
-            raise ValueError(f"feature 'x' must be digits 0..{_OTHER} separated by blanks")
-        return reads, np.array([example[b"y"] for example in examples], dtype=np.int64)
+        records = list(_read_records(path))
+        reads = [match[0] for match in map(_READ.search, records) if match]
+        labels = [match[1] for match in map(_LABEL.search, records) if match]
+        if not len(reads) == len(labels) == len(records):
+            raise ValueError("a record has no 'x' of 250 digits 0..4 separated by blanks, or no label 'y'")
+        digits = np.frombuffer(b"".join(reads), dtype=np.uint8).reshape(-1, 2 * _READ_LENGTH - 1)[:, ::2]
+        # a label has seven bits a byte, the lowest first
+        numbers = [sum((byte & 127) << 7 * place for place, byte in enumerate(label)) for label in labels]
+        return digits - np.uint8(ord("0")), np.array(numbers, dtype=np.int64)
 
 
 def _read_records(path: Path) -> Iterator[bytes]:
@@ -226,47 +220,6 @@ def _read_records(path: Path) -> Iterator[bytes]:
             yield check(file.read(size), file.read(4))
 
 
-def _parse_example(data: bytes) -> dict[bytes, Any]:
-    """The first value of each feature of a serialised ``tf.train.Example``, texts and whole numbers.
-
-    In the wire format of protobuf an Example is field 1, a list of entries (1: name, 2: value); a value is a list of
-    bytes (field 1) or of whole numbers (field 3, packed), each again as field 1.
-    """
-    values: dict[bytes, Any] = {}
-    for _, features in _fields(data):
-        for _, entry in _fields(features):
-            parts = dict(_fields(entry))
-            ((kind, items),) = _fields(parts[2])
-            ((_, value),) = _fields(items)
-            values[parts[1]] = value if kind == 1 else _varint(value, 0)[0]
-    return values
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Numbers and contents of the fields of a message, all of which have a length."""
-    offset = 0
-    while offset < len(data):
-        tag, offset = _varint(data, offset)
-        if tag & 7 == 0:  # a whole number that is not packed
-            start = offset
-            _, offset = _varint(data, offset)
-        else:
-            length, start = _varint(data, offset)
-            offset = start + length
-        yield tag >> 3, data[start:offset]
-
-
-def _varint(data: bytes, offset: int) -> tuple[int, int]:
-    """A whole number of seven bits a byte, and where the next field begins."""
-    value = shift = 0
-    while True:
-        byte, offset = data[offset], offset + 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, offset
-        shift += 7
-
-
 # -- reads cut from genomes -------------------------------------------------------------------------------------------
 
 #: codes of a sequence, and the first and last base plus one between which reads may lie
@@ -277,54 +230,36 @@ class _Genomes:
     """A folder of FASTA genomes with ``classes.tsv`` (columns file, genus, role, kingdom), from which reads are cut."""
 
     def __init__(self, folder: Path, val_fraction: float, seed: int) -> None:
-        self.folder, self.val_fraction, self.seed = folder, val_fraction, seed
+        self.folder, self.seed = folder, seed
         with naming(folder / "classes.tsv"):
             classes = pd.read_csv(folder / "classes.tsv", sep="\t", dtype=str, keep_default_na=False)
             self.classes = classes[["file", "genus", "role", "kingdom"]]
-        self.sequences = {name: read_fasta(folder / name) for name in self.classes["file"]}
+        #: where reads of a genus for train, val, test or ood may be cut
+        self.regions: defaultdict[tuple[str, str], list[_Region]] = defaultdict(list)
+        for (genus, role), files in self.classes.groupby(["genus", "role"])["file"]:
+            shares = {"val": val_fraction} if len(files) > 1 else {"val": val_fraction, "test": _TEST_FRACTION}
+            for file in files:
+                sequences = read_fasta(folder / file)
+                blocks = [block for codes in sequences for block in _blocks(codes)]
+                if role == "ood":
+                    self.regions[genus, "ood"] += [(codes, 0, len(codes)) for codes in sequences]
+                elif "test" not in shares and file == files.iloc[-1]:
+                    self.regions[genus, "test"] += blocks
+                else:
+                    order = stream(seed, "blocks", file).permutation(len(blocks))
+                    ends = np.cumsum([max(1, round(share * len(blocks))) for share in shares.values()])
+                    for part, chosen in zip([*shares, "train"], np.split(order, ends), strict=True):
+                        self.regions[genus, part] += [blocks[index] for index in np.sort(chosen)]
 
-    def genera(self, role: str) -> list[str]:
-        """Sorted genera of a role, ``id`` or ``ood``."""
-        return sorted(set(self.classes["genus"][self.classes["role"] == role]))
-
-    def cut(self, genera: list[str], count: int, role: str, avoid: Set[bytes]) -> Split:
+    def cut(self, genera: list[str], count: int, role: str, avoid: Set[bytes] = frozenset()) -> Split:
         """So many distinct reads of each genus for train, val, test or ood, none of them in ``avoid``."""
         reads = [read for genus in genera for read in self._cut(genus, count, role, avoid)]
         codes = np.frombuffer(b"".join(reads), dtype=np.uint8).reshape(-1, _READ_LENGTH)
         return Split(Reads(codes), np.repeat(np.arange(len(genera)), count))
 
-    def _regions(self, genus: str, role: str) -> list[_Region]:
-        """Where reads of a genus for a role may be cut."""
-        files = list(self.classes["file"][self.classes["genus"] == genus])
-        if role == "ood":
-            return [(codes, 0, len(codes)) for file in files for codes in self.sequences[file]]
-        test_files = files[-1:] if len(files) > 1 else []
-        regions = [region for file in test_files for region in self._blocks(file)] if role == "test" else []
-        shares = {"val": self.val_fraction} if test_files else {"val": self.val_fraction, "test": _TEST_FRACTION}
-        for file in files[: len(files) - len(test_files)]:
-            blocks = self._blocks(file)
-            order = stream(self.seed, "blocks", file).permutation(len(blocks))
-            ends = np.cumsum([max(1, round(share * len(blocks))) for share in shares.values()])
-            chosen = dict(zip([*shares, "train"], np.split(order, ends), strict=True))
-            regions += [blocks[index] for index in np.sort(chosen.get(role, order[:0]))]
-        return regions
-
-    def _blocks(self, file: str) -> list[_Region]:
-        """Blocks of all sequences of a genome, trimmed by half the gap at borders shared with another block."""
-        regions = []
-        for codes in self.sequences[file]:
-            # nearly equal blocks instead of a short last one
-            count = max(1, round(len(codes) / _BLOCK))
-            edges = np.linspace(0, len(codes), count + 1).astype(int)
-            for number in range(count):
-                start = int(edges[number]) + (0 if number == 0 else _GAP - _GAP // 2)
-                stop = int(edges[number + 1]) - (0 if number == count - 1 else _GAP // 2)
-                regions.append((codes, start, stop))
-        return regions
-
     def _cut(self, genus: str, count: int, role: str, avoid: Set[bytes]) -> list[bytes]:
         rng = stream(self.seed, "reads", f"{genus} {role}")
-        regions = [region for region in self._regions(genus, role) if region[2] - region[1] >= _READ_LENGTH]
+        regions = [region for region in self.regions[genus, role] if region[2] - region[1] >= _READ_LENGTH]
         windows = np.array([stop - start - _READ_LENGTH + 1 for _, start, stop in regions], dtype=np.int64)
         ends = np.cumsum(windows)
         reads: dict[bytes, None] = {}  # in the order of their drawing
@@ -341,6 +276,13 @@ class _Genomes:
         raise DataFormatError(
             self.folder, f"{genus}: only {len(reads)} of {count} distinct reads of A, C, G, T could be cut for {role}"
         )
+
+
+def _blocks(codes: np.ndarray) -> Iterator[_Region]:
+    """Nearly equal blocks of a sequence, trimmed by half the gap at borders shared with another block."""
+    edges = np.linspace(0, len(codes), max(1, round(len(codes) / _BLOCK)) + 1).astype(int)
+    for start, stop in itertools.pairwise(edges.tolist()):
+        yield codes, start + (_GAP // 2 if start else 0), stop - (_GAP // 2 if stop < len(codes) else 0)
 
 
 def read_fasta(path: Path) -> list[np.ndarray]:

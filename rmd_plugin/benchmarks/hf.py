@@ -11,7 +11,7 @@ import pandas as pd  # type: ignore[import-untyped]
 from rmd_plugin.files import DataFormatError, require
 
 from .base import ImageFiles, Source, TensorRows, Texts
-from .dataset_files import OOD, TEST, TRAIN, VAL, DataNotFoundError, check_matrix, make_rows, naming
+from .dataset_files import OOD, TEST, TRAIN, VAL, DataNotFoundError, check_matrix, check_texts, make_rows, naming
 from .own import OnBad, OwnData, without_bad
 
 
@@ -64,32 +64,28 @@ class HFDataset(OwnData):
         """Load the splits, and look at every item once."""
         splits = _load(str(self.path), self.config)
         chosen = {TRAIN: self.train, VAL: self.val, TEST: self.test}
-        usual = {VAL: "validation", TEST: "test"}  # which may be absent
-        keys = {key: name for key, name in chosen.items() if name in splits}
-        for key, name in chosen.items():
-            if name is not None and name not in splits and name != usual.get(key):
+        for name, usual in zip(chosen.values(), (None, "validation", "test"), strict=True):
+            if name not in (None, usual, *splits):
                 raise self._error(f"has no split {name!r}; it has {', '.join(splits)}")
-        keys |= {f"{OOD}{name}": str(name) for name in self.ood if str(name) in splits}
+        chosen |= {OOD + str(name): str(name) for name in self.ood}
+        keys = {key: name for key, name in chosen.items() if name in splits}
         features = splits[self.train].features
         column, kind = self._input(features)
         self._names = getattr(features.get(self.label), "names", None)
         rows = pd.concat([self._rows(key, splits[name]) for key, name in keys.items()], ignore_index=True)
-        with naming(Path(str(self.path))):
-            data = require("datasets", "hf").concatenate_datasets(
-                [splits[name].select_columns([column]) for name in keys.values()]
-            )
+        datasets = require("datasets", "hf")
+        with naming(self.path):
+            data = datasets.concatenate_datasets([splits[name].select_columns([column]) for name in keys.values()])
             source: Source[Any]
             if kind == "pictures":
-                source = _Pictures(data.cast_column(column, require("datasets", "hf").Image(decode=False)), self.path)
+                source = _Pictures(data.cast_column(column, datasets.Image(decode=False)), self.path)
                 rows = without_bad(source, rows, self.on_bad, self.path)
             elif kind == "texts":
                 source = Texts(list(data[column]))
-                empty = [not isinstance(text, str) or not text.strip() for text in source.items]
-                if any(empty):
-                    raise self._error(f"row {empty.index(True)}: {column!r} is missing or empty")
+                check_texts(self.path, column, source.items)
             else:
                 numbers = np.asarray(data.with_format("numpy")[column][:])
-                source = TensorRows(check_matrix(Path(str(self.path)), column, numbers).astype(np.float32))
+                source = TensorRows(check_matrix(self.path, column, numbers).astype(np.float32))
         return source, self._ood_classes(rows, [str(name) for name in self.ood if str(name) not in splits])
 
     def class_order(self, labels: Iterable[str]) -> list[str]:
@@ -118,9 +114,7 @@ class HFDataset(OwnData):
         values = list(data[self.label])
         if self._names is not None:  # -1 stands for a label that is kept secret
             values = [self._names[value] if value is not None and value >= 0 else None for value in values]
-        return make_rows(
-            Path(str(self.path)), {"label": np.array(values, dtype=object)}, len(values), "label", None, key
-        )
+        return make_rows(self.path, {"label": values}, len(values), "label", None, key)
 
     def _ood_classes(self, rows: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
         """Make rows of some classes OOD sets of their own: those of the test split, or of all where there is none."""

@@ -19,21 +19,9 @@ from tqdm.auto import tqdm
 from rmd_plugin import Moments
 from rmd_plugin.files import DataFormatError
 
+from . import dataset_files as files
 from .base import Distance, ImageFiles, OODBenchmark, OODSet, Parts, Source, Split, TensorRows, Texts, stream
-from .dataset_files import (
-    OOD,
-    TEST,
-    TRAIN,
-    VAL,
-    check_matrix,
-    check_names,
-    find_path,
-    list_pictures,
-    read_columns,
-    read_texts,
-    read_vectors,
-    vector_files,
-)
+from .dataset_files import OOD, TEST, TRAIN, VAL
 
 log = logging.getLogger(__name__)
 
@@ -76,76 +64,53 @@ class OwnData(OODBenchmark):
 
     def class_order(self, labels: Iterable[str]) -> list[str]:
         """The distinct training labels in the order of the classes."""
-        if self._numeric:
-            return sorted((label for label in labels if not label.startswith("-")), key=int)
-        return sorted(labels)
+        return sorted(labels, key=int if self._numeric else None)
 
     def load(self) -> Parts:
         """Read the files, number the classes, split what comes unsplit."""
         source, rows = self.read()
-        training = set(rows["label"][rows["split"] == TRAIN])
-        if not training:
+        labels, is_train = rows["label"], rows["split"] == TRAIN
+        if not is_train.any():
             raise self._error(f"has no training data; it has {', '.join(rows['split'].unique()) or 'nothing'}")
-        self._numeric = all(_WHOLE_NUMBER.fullmatch(label) for label in training)
-        names = self.class_order(training)
-        splits = {key: self._numbered(source, rows[rows["split"] == key], names) for key in (TRAIN, VAL, TEST)}
-        splits = {key: split for key, split in splits.items() if len(split)}
-
+        self._numeric = all(map(_WHOLE_NUMBER.fullmatch, labels[is_train].unique()))
         # rows of a label < 0 are an OOD set, where they can neither be trained on nor decide anything
-        mixed = TEST if TEST in splits else TRAIN
-        for key, split in splits.items():
-            if key != mixed and (split.labels < 0).any():
-                raise self._error(f"{key} has labels < 0; OOD rows belong to test or ood")
-        oods = {
-            str(key).removeprefix(OOD): Split(source, np.zeros(len(group)), group.index.to_numpy())
-            for key, group in rows[rows["split"].str.startswith(OOD)].groupby("split")
-        }
-        outside = splits[mixed].subset(np.flatnonzero(splits[mixed].labels < 0))
-        inside = splits[mixed].subset(np.flatnonzero(splits[mixed].labels >= 0))
-        if len(outside):
-            if "ood" in oods:
-                raise self._error("the OOD set 'ood' is given by its split and by labels < 0; keep one of them")
-            oods["ood"] = outside
-        sets = self._ood_sets(oods)
-        if TEST in splits:
-            return Parts(names, splits[TRAIN], inside, sets, val=splits.get(VAL), val_fraction=self.val_fraction)
-        fractions = [self.test_fraction, 0.0 if VAL in splits else self.val_fraction]
-        test, val, train = inside.stratified(fractions, stream(self.seed, self.purpose))
-        if len(test) == 0:
+        mixed = TEST if TEST in set(rows["split"]) else TRAIN
+        if self._numeric:
+            negative = labels.str.fullmatch("-[0-9]+", na=False) & (rows["split"] == mixed)
+            rows = rows.assign(split=rows["split"].mask(negative, f"{OOD}ood"))
+        inside = ~rows["split"].str.startswith(OOD)
+        names = self.class_order(labels[inside & is_train].unique())
+        numbers = labels.map({name: number for number, name in enumerate(names)}).where(inside, 0)
+        if (unknown := rows[numbers.isna()]).size:
             raise self._error(
-                f"has too few rows to hold out test_fraction={self.test_fraction} of each class. Add more, or test data"
+                f"{unknown['split'].iloc[0]} has labels that are no class of the training data: "
+                f"{unknown['label'].unique()[:5].tolist()}. What the network does not know belongs to an OOD set (ood)"
             )
-        return Parts(names, train, test, sets, val=splits.get(VAL, val))
+        splits = {
+            str(key): Split(source, numbers[group.index], group.index.to_numpy())
+            for key, group in rows.groupby("split")
+        }
+        oods = self._ood_sets({key.removeprefix(OOD): splits[key] for key in splits if key.startswith(OOD)})
+        if TEST in splits:
+            return Parts(names, splits[TRAIN], splits[TEST], oods, val=splits.get(VAL), val_fraction=self.val_fraction)
+        fractions = [self.test_fraction, 0.0 if VAL in splits else self.val_fraction]
+        test, val, train = splits[TRAIN].stratified(fractions, stream(self.seed, self.purpose))
+        return Parts(names, train, test, oods, val=splits.get(VAL, val))
 
     def _error(self, reason: str) -> DataFormatError:
         return DataFormatError(self.path, reason)
 
-    def _numbered(self, source: Source[Any], rows: pd.DataFrame, names: Sequence[str]) -> Split:
-        codes, values = pd.factorize(rows["label"])
-        numbers = {name: number for number, name in enumerate(names)}
-        if self._numeric:
-            numbers |= {value: -1 for value in values if value.startswith("-") and _WHOLE_NUMBER.fullmatch(value)}
-        unknown = [value[:60] for value in values if value not in numbers]
-        if unknown:
-            raise self._error(
-                f"{rows['split'].iloc[0]} has {len(unknown)} classes that are not in train: {unknown[:5]}. The classes "
-                "are those of the training data; what the network does not know belongs to an OOD set (ood)"
-            )
-        labels = np.array([numbers[value] for value in values], dtype=np.int64)
-        return Split(source, labels[codes], rows.index.to_numpy())
-
     def _ood_sets(self, oods: dict[str, Split]) -> list[OODSet]:
-        tags: dict[str, Distance] = {str(name): "far" for name in self.far}
-        tags |= {str(name): "near" for name in self.near}
+        near, far = set(map(str, self.near)), set(map(str, self.far))
         for name in oods:
             if name in _RESERVED or "/" in name:
                 raise self._error(f"an OOD set cannot be named {name[:60]!r}: rename it")
-        wrong = (set(map(str, self.near)) & set(map(str, self.far))) or set(tags) - set(oods)
-        if wrong:
+        if wrong := near & far or (near | far) - set(oods):
             raise ValueError(
                 f"near and far name OOD sets, each once, but {', '.join(sorted(wrong))} is none of them or stands in "
                 f"both. There are: {', '.join(oods) or 'none'}."
             )
+        tags: dict[str, Distance] = {name: "near" if name in near else "far" for name in near | far}
         sets = [OODSet(name, tags.get(name, ""), split) for name, split in sorted(oods.items())]
         return sorted(sets, key=lambda item: ("near", "", "far").index(item.distance))
 
@@ -156,8 +121,6 @@ def without_bad(pictures: ImageFiles, rows: pd.DataFrame, on_bad: str, path: str
     Raises:
         DataFormatError: with the first bad ones, if these may not be skipped or a class or OOD set has no other.
     """
-    if on_bad not in ("refuse", "skip"):
-        raise ValueError(f"on_bad must be refuse or skip, got {on_bad!r}")
 
     def reason(index: int) -> str:
         try:
@@ -228,8 +191,8 @@ class ImageFolder(OwnData):
 
     def read(self) -> tuple[Source[Any], pd.DataFrame]:
         """Find the pictures and check that each can be read."""
-        self.path = find_path(self.path, self.data_dir, "folder or table of pictures")
-        rows = list_pictures(self.path)
+        self.path = files.find_path(self.path, self.data_dir, "folder or table of pictures")
+        rows = files.list_pictures(self.path)
         pictures = ImageFiles(rows["item"].tolist())
         return pictures, without_bad(pictures, rows, self.on_bad, self.path)
 
@@ -277,8 +240,8 @@ class TextFile(OwnData):
 
     def read(self) -> tuple[Source[Any], pd.DataFrame]:
         """Read all texts."""
-        self.path = find_path(self.path, self.data_dir, "file or folder of texts")
-        rows = read_texts(self.path, self.text, self.label, self.split)
+        self.path = files.find_path(self.path, self.data_dir, "file or folder of texts")
+        rows = files.read_texts(self.path, self.text, self.label, self.split)
         return Texts(rows["item"].tolist()), rows
 
 
@@ -331,22 +294,26 @@ class Embeddings(OwnData):
 
     def read(self) -> tuple[Source[Any], pd.DataFrame]:
         """Read all tables."""
-        self.path = find_path(self.path, self.data_dir, "file or folder of embeddings")
-        files = vector_files(self.path, self.labels, self.split)
+        self.path = files.find_path(self.path, self.data_dir, "file or folder of embeddings")
+        by_split = files.vector_files(self.path, self.labels, self.split)
         tables = []
         if self.moments is not None:
             means = self.moments.means.float().numpy()
-            del files[TRAIN]
+            del by_split[TRAIN]
             tables.append((means, pd.DataFrame({"label": [str(k) for k in range(len(means))], "split": TRAIN})))
-        tables += [read_vectors(file, self.features, self.labels, None, key) for key, file in files.items()]
+        tables += [files.read_vectors(file, self.features, self.labels, None, key) for key, file in by_split.items()]
         if not tables:
-            tables = [read_vectors(self.path, self.features, self.labels, self.split)]
-        widths = {matrix.shape[1] for matrix, _ in tables}
-        if len(widths) > 1:
-            raise self._error(f"its tables have different numbers of features: {sorted(widths)}")
-        (self.feature_dim,) = widths
+            tables = [files.read_vectors(self.path, self.features, self.labels, self.split)]
+        matrix, rows = _joined(self.path, tables)
+        self.feature_dim = matrix.shape[1]
+        return TensorRows(matrix), rows
+
+
+def _joined(path: Path, tables: Sequence[tuple[np.ndarray, pd.DataFrame]]) -> tuple[np.ndarray, pd.DataFrame]:
+    """Feature vectors of shape (N, D) and their rows, of several tables one."""
+    with files.naming(path):  # which may be of different widths
         matrix = tables[0][0] if len(tables) == 1 else np.concatenate([matrix for matrix, _ in tables])
-        return TensorRows(matrix), pd.concat([rows for _, rows in tables], ignore_index=True)
+    return matrix, pd.concat([rows for _, rows in tables], ignore_index=True)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -407,87 +374,68 @@ class Features(OwnData):
     feature_dim: int = field(init=False, default=0)
     head: nn.Linear | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
+    def load(self) -> Parts:
+        """Read the file, with the names of the classes and the classifier."""
         names = self.class_names
-        super().__post_init__()
-        if names is not None:
-            if len(names) != self.num_classes:
-                raise ValueError(f"{len(names)} class_names for the {self.num_classes} classes")
-            self.class_names = list(names)
-        shapes = {"head_weight": (self.num_classes, self.feature_dim), "head_bias": (self.num_classes,)}
-        if self._logits is not None and self._logits.shape[1] != self.num_classes:
-            raise self._error(f"logits and labels must have the same classes; the labels have {self.num_classes}")
-        if not shapes.keys() & self._arrays.keys():
-            return
-        if self._logits is not None:
-            raise self._error("has both logits and the head that logits are computed by; keep one of them")
-        parts = {name: self._array(name) for name in shapes}
-        if any(parts[name].shape != shapes[name] or not np.isfinite(parts[name]).all() for name in shapes):
-            raise self._error(f"head_weight and head_bias must be finite and have the shapes {[*shapes.values()]}")
-        self.head = skip_init(nn.Linear, self.feature_dim, self.num_classes)  # draws no random numbers
-        self.head.load_state_dict({name.removeprefix("head_"): torch.tensor(parts[name]) for name in shapes})
-        self.head.to(_DTYPES[self.dtype])
+        parts = super().load()
+        numbers: Any = parts.class_names
+        if numbers != [str(number) for number in range(len(numbers))]:
+            raise self._error(f"training labels must cover 0..K-1, got {numbers[:10]}. Renumber them")
+        if self._logits is not None and self._logits.shape != (len(parts.train.source), len(numbers)):
+            raise self._error(f"logits must be of every row and of the {len(numbers)} classes of the labels")
+        if "head_weight" in self._arrays:
+            if self._logits is not None:
+                raise self._error("has both logits and the head that logits are computed by; keep one of them")
+            weights = {name: self._array(f"head_{name}") for name in ("weight", "bias")}
+            self.head = skip_init(nn.Linear, self.feature_dim, len(numbers))  # draws no random numbers
+            with files.naming(self.path):
+                files.check_matrix(self.path, "head", np.column_stack([*weights.values()]))
+                self.head.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
+            self.head.to(_DTYPES[self.dtype])
+        parts.class_names = numbers if names is None else names
+        return parts
 
     def logits(self, split: str) -> torch.Tensor | None:
         """Logits of a split of shape (N, K), if the file has them; the splits are those of :meth:`fingerprint`."""
-        splits = self._splits()
-        indices = splits[split if split in splits else f"ood:{split}"].indices
+        indices = self._splits()[split].indices
         return None if self._logits is None else torch.from_numpy(self._logits[indices].astype(np.float32))
 
     def read(self) -> tuple[Source[Any], pd.DataFrame]:
         """Read the file and check every array."""
-        if self.dtype not in _DTYPES or self.ood_distance not in ("near", "far"):
-            raise ValueError(f"dtype={self.dtype} is not float32 or float64, or ood_distance={self.ood_distance} wrong")
-        self.path = find_path(self.path, self.data_dir, "file of features (.npz, .safetensors, .parquet or .npy)")
-        if (self.path.suffix.lower() == ".npy") != (self.labels_path is not None):
-            raise ValueError(f"labels_path belongs to an .npy file of features and only there; path is {self.path}")
-        self._arrays = read_columns(self.path)
+        self.path = files.find_path(self.path, self.data_dir, "file of features (.npz, .safetensors, .parquet or .npy)")
+        self._arrays = files.read_columns(self.path)
         if self.labels_path is not None:
-            labels = find_path(self.labels_path, self.data_dir, "file of labels (.npy)")
-            self._arrays |= read_columns(labels, ["labels"])
-        check_names(self.path, list(self._arrays))
+            labels = files.find_path(self.labels_path, self.data_dir, "file of labels (.npy)")
+            self._arrays |= files.read_columns(labels, ["labels"])
+        files.check_names(self.path, list(self._arrays))
 
-        # array of features -> array of labels, of logits, and the split
-        parts = {"features": ("labels", "logits", TRAIN)}
+        # split, and the arrays of its features, labels and logits
+        parts: list[tuple[str, str, str | None, str]] = [(TRAIN, "features", "labels", "logits")]
         if "features" not in self._arrays:
-            keys = [key for key in (TRAIN, VAL, TEST) if key != VAL or "val_features" in self._arrays]
-            parts = {f"{key}_features": (f"{key}_labels", f"{key}_logits", key) for key in keys}
+            keys = [TRAIN, VAL, TEST] if "val_features" in self._arrays else [TRAIN, TEST]
+            parts = [(key, f"{key}_features", f"{key}_labels", f"{key}_logits") for key in keys]
         tags: dict[str, list[str]] = {"near": [], "far": []}
-        for key in self._arrays:
-            distance, _, name = key.partition("_")
-            if distance in tags and not key.endswith("_logits"):
-                parts[key] = "", f"{key}_logits", OOD + name
-                tags[distance].append(name)
-        matrices, rows = [], []
-        for features, (labels_name, _, split) in parts.items():
-            matrices.append(check_matrix(self.path, features, self._array(features), self.dtype))
-            part = pd.DataFrame({"label": None, "split": [split] * len(matrices[-1])}, dtype=object)
-            if labels_name:
-                numbers = self._array(labels_name)
-                if numbers.shape != (len(part),) or numbers.dtype.kind not in "iu":
-                    raise self._error(f"{labels_name!r} must be {len(part)} integers, got {numbers.dtype}")
-                part["label"] = numbers.astype(str).astype(object)
-                if (numbers < 0).any():
-                    tags[self.ood_distance].append("ood")
-            rows.append(part)
-        if len({matrix.shape[1] for matrix in matrices}) > 1 or not all(map(len, matrices)):
-            raise self._error(f"an array is empty or not as wide as the others: {[m.shape for m in matrices]}")
-        self.near, self.far, self.feature_dim = tags["near"], tags["far"], matrices[0].shape[1]
+        for name in self._arrays:
+            distance, _, ood = name.partition("_")
+            if distance in tags and not name.endswith("_logits"):
+                parts.append((OOD + ood, name, None, f"{name}_logits"))
+                tags[distance].append(ood)
+        tables = []
+        for split, features, labels_name, _ in parts:
+            matrix = files.check_matrix(self.path, features, self._array(features), self.dtype)
+            rows = files.make_rows(self.path, self._arrays, len(matrix), labels_name, None, split)
+            tables.append((matrix, rows))
+        matrix, rows = _joined(self.path, tables)
+        if rows["label"].str.startswith("-", na=False).any():
+            tags[self.ood_distance].append("ood")
+        self.near, self.far = tags["near"], tags["far"]
         self._logits = None
-        if any(name == "logits" or name.endswith("_logits") for name in self._arrays):
-            logits = [self._array(name) for _, name, _ in parts.values()]
-            if [len(part) for part in logits] != [len(matrix) for matrix in matrices]:
-                raise self._error("every array of logits must have the rows of its features")
-            self._logits = check_matrix(self.path, "logits", np.concatenate(logits), self.dtype)
-        source = TensorRows(matrices[0] if len(matrices) == 1 else np.concatenate(matrices), _DTYPES[self.dtype])
-        return source, pd.concat(rows, ignore_index=True)
-
-    def class_order(self, labels: Iterable[str]) -> list[str]:
-        """The integers from 0 on, none of them missing: heads and logits have them as columns."""
-        names = super().class_order(labels)
-        if names != [str(number) for number in range(len(names))]:
-            raise self._error(f"training labels must cover 0..K-1, got {names[:10]}. Renumber them")
-        return names
+        if any(logits in self._arrays for *_, logits in parts):
+            with files.naming(self.path):
+                arrays = np.concatenate([self._array(logits) for *_, logits in parts])
+            self._logits = files.check_matrix(self.path, "logits", arrays, self.dtype)
+        self.feature_dim = matrix.shape[1]
+        return TensorRows(matrix, _DTYPES[self.dtype]), rows
 
     def _array(self, name: str) -> np.ndarray:
         if name not in self._arrays:

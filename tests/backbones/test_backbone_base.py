@@ -2,33 +2,18 @@
 
 import copy
 import pickle
-import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from rmd_plugin import backbones
-from rmd_plugin.backbones import (
-    MLP,
-    Backbone,
-    CheckpointError,
-    GenomicsBERT,
-    GenomicsCNN,
-    Identity,
-    ResNet,
-    SmallCNN,
-    WeightsNotFoundError,
-    WideResNet,
-)
+from rmd_plugin.backbones import MLP, CheckpointError, GenomicsBERT, GenomicsCNN, Identity, ResNet, SmallCNN, WideResNet
 from rmd_plugin.backbones.base import as_backbone, find_checkpoint
 
 # name -> (constructor at a tiny size, batch)
-TINY: dict[str, tuple[Callable[..., Backbone], torch.Tensor]] = {
+TINY = {
     "wrn": (lambda **kw: WideResNet(10, 1, dropout=0.3, **kw), torch.rand(4, 3, 16, 16)),
     "resnet_conv": (lambda **kw: ResNet((1, 1), (4, 8), **kw), torch.rand(4, 3, 16, 16)),
     "resnet_pad": (lambda **kw: ResNet((1, 2), (4, 8), shortcut="pad", **kw), torch.rand(4, 3, 16, 16)),
@@ -44,13 +29,13 @@ TINY: dict[str, tuple[Callable[..., Backbone], torch.Tensor]] = {
 every_backbone = pytest.mark.parametrize("name", TINY)
 
 
-def build(name: str, **options: object) -> Backbone:
+def build(name, **options):
     torch.manual_seed(0)
     return TINY[name][0](**options)
 
 
 @every_backbone
-def test_logits_are_the_head_on_the_encoders_pooled_features(name: str) -> None:
+def test_logits_are_the_head_on_the_encoders_pooled_features(name):
     backbone = build(name).eval()
     x = TINY[name][1]
     with pytest.raises(RuntimeError, match="no head"):
@@ -64,7 +49,7 @@ def test_logits_are_the_head_on_the_encoders_pooled_features(name: str) -> None:
 
 
 @every_backbone
-def test_a_frozen_encoder_does_not_move_while_the_head_learns(name: str) -> None:
+def test_a_frozen_encoder_does_not_move_while_the_head_learns(name):
     backbone = build(name, num_classes=3, frozen=True)
     model = nn.Sequential(backbone).train()
     assert backbone.training
@@ -80,7 +65,7 @@ def test_a_frozen_encoder_does_not_move_while_the_head_learns(name: str) -> None
 
 
 @every_backbone
-def test_a_checkpoint_comes_back_under_any_prefix(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_comes_back_under_any_prefix(name, tmp_path):
     source = build(name, num_classes=3).train()
     source(TINY[name][1])  # moves the batch statistics away from their start
     weights = {f"module.net._orig_mod.{key}": value for key, value in source.eval().state_dict().items()}
@@ -95,20 +80,7 @@ def test_a_checkpoint_comes_back_under_any_prefix(name: str, tmp_path: Path) -> 
         assert loaded.fingerprint() == source.fingerprint()
 
 
-def test_a_checkpoint_in_another_projects_layout_loads(tmp_path: Path) -> None:
-    source = build("resnet_conv", num_classes=3).eval()
-    foreign = {
-        re.sub(r"^head\.", "linear.", key).removeprefix("encoder.").replace("downsample", "shortcut"): value
-        for key, value in source.state_dict().items()
-        if not key.endswith("num_batches_tracked")
-    }
-    assert "layer2.0.shortcut.0.weight" in foreign
-    torch.save(foreign, tmp_path / "model.pt")
-    loaded = ResNet((1, 1), (4, 8), checkpoint=tmp_path / "model.pt").eval()
-    assert torch.equal(loaded(TINY["resnet_conv"][1]), source(TINY["resnet_conv"][1]))
-
-
-def test_a_checkpoint_of_another_network_is_refused_with_examples(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_network_is_refused_with_examples(tmp_path):
     path = tmp_path / "wrn.pt"
     torch.save(WideResNet(16, 1, num_classes=3).state_dict(), path)
     # a shallower network finds all its weights in the file: the left-over layers must give it away
@@ -122,7 +94,7 @@ def test_a_checkpoint_of_another_network_is_refused_with_examples(tmp_path: Path
     assert "\n" not in str(caught.value)
 
 
-def test_a_head_for_other_classes_is_refused_unless_a_new_one_is_asked_for(tmp_path: Path) -> None:
+def test_a_head_for_other_classes_is_refused_unless_a_new_one_is_asked_for(tmp_path):
     source = build("mlp", num_classes=3)
     torch.save(source.state_dict(), tmp_path / "mlp.pt")
     with pytest.raises(CheckpointError, match=r"backbone\.load_head=false"):
@@ -138,14 +110,14 @@ def test_a_head_for_other_classes_is_refused_unless_a_new_one_is_asked_for(tmp_p
 class _Trap:
     """Pickles into a call that leaves a trace when it is unpickled."""
 
-    def __init__(self, trace: Path) -> None:
+    def __init__(self, trace):
         self.trace = trace
 
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+    def __reduce__(self):
         return Path.touch, (self.trace,)
 
 
-def test_a_file_with_python_objects_is_refused_and_never_run(tmp_path: Path) -> None:
+def test_a_file_with_python_objects_is_refused_and_never_run(tmp_path):
     path = tmp_path / "evil.ckpt"
     torch.save({"state_dict": build("mlp").state_dict(), "extra": _Trap(tmp_path / "ran")}, path)
     with pytest.raises(CheckpointError, match=r"evil\.ckpt.*refused") as caught:
@@ -155,7 +127,7 @@ def test_a_file_with_python_objects_is_refused_and_never_run(tmp_path: Path) -> 
     assert "weights_only" not in str(caught.value)
 
 
-def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_by_name(tmp_path):
     torch.save(build("mlp").state_dict(), tmp_path / "good.pt")
     torch.save({"epoch": 3}, tmp_path / "other.pt")
     torch.save([torch.ones(2)], tmp_path / "list.pt")
@@ -167,12 +139,10 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
                 MLP(64, (16,), checkpoint=tmp_path / name)
 
 
-def test_a_checkpoint_is_found_by_its_path_below_the_data_folder_and_in_a_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_found_by_its_path_below_the_data_folder_and_in_a_package(tmp_path, monkeypatch):
     monkeypatch.setenv("RMD_DATA_DIR", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(WeightsNotFoundError, match="RMD_DATA_DIR") as caught:
+    with pytest.raises(FileNotFoundError, match="RMD_DATA_DIR") as caught:
         build("mlp", checkpoint="weights/mlp.pt")
     assert str(tmp_path / "weights/mlp.pt") in str(caught.value)
     (tmp_path / "weights").mkdir()
@@ -184,30 +154,25 @@ def test_a_checkpoint_is_found_by_its_path_below_the_data_folder_and_in_a_packag
     assert build("mlp", checkpoint="weights/mlp.pt").fingerprint() == source.fingerprint()
 
 
-def test_the_fingerprint_follows_the_weights_and_what_they_do_not_show() -> None:
-    marks = set()
-    for options in ({}, {"pooling": "cls"}, {"heads": 4}):
-        torch.manual_seed(0)
-        sizes: dict[str, Any] = {"heads": 2, "width": 8, "depth": 1, "max_length": 30} | options
-        marks.add(GenomicsBERT(**sizes).fingerprint())
+def test_the_fingerprint_follows_the_weights_and_what_they_do_not_show():
+    sizes = {"heads": 2, "width": 8, "depth": 1, "max_length": 30}
+    torch.manual_seed(0)
+    bert = GenomicsBERT(**sizes)
+    other = GenomicsBERT(**sizes, pooling="cls")
+    other.load_state_dict(bert.state_dict())
+    assert other.fingerprint() != bert.fingerprint()
     wrn = build("wrn", num_classes=3)
-    for other in (
-        wrn,
-        build("wrn", num_classes=3, image_size=16),
-        build("wrn", num_classes=4),
-        build("wrn", num_classes=3).bfloat16(),
-    ):
-        marks.add(other.fingerprint())
-    assert len(marks) == 7
+    others = [build("wrn", num_classes=3, image_size=16), build("wrn", num_classes=3).bfloat16()]
+    assert len({backbone.fingerprint() for backbone in (wrn, *others)}) == 3
     assert build("wrn", num_classes=3, frozen=True).fingerprint() == wrn.fingerprint()
-    assert pickle.loads(pickle.dumps(wrn)).fingerprint() == wrn.fingerprint()
-    mark = wrn.fingerprint()
+    mark = pickle.loads(pickle.dumps(wrn)).fingerprint()
+    assert mark == wrn.fingerprint()
     with torch.no_grad():
         next(wrn.parameters()).view(-1)[0] += 1e-3
     assert wrn.fingerprint() != mark
 
 
-def test_the_identity_learns_its_size_and_refuses_what_is_not_features() -> None:
+def test_the_identity_learns_its_size_and_refuses_what_is_not_features():
     backbone = Identity()
     with pytest.raises(RuntimeError, match="in_features"):
         _ = backbone.feature_dim
@@ -222,13 +187,13 @@ def test_the_identity_learns_its_size_and_refuses_what_is_not_features() -> None
 class PlainNet(nn.Module):
     """What a user's own network may look like."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encoder = nn.Flatten()
         self.head = nn.Linear(64, 6)
 
 
-def test_a_plain_module_with_encoder_and_head_serves_as_a_backbone() -> None:
+def test_a_plain_module_with_encoder_and_head_serves_as_a_backbone():
     net = PlainNet()
     net.test_transform = str.upper
     backbone = as_backbone(net)
@@ -241,28 +206,17 @@ def test_a_plain_module_with_encoder_and_head_serves_as_a_backbone() -> None:
             as_backbone(wrong)
 
 
-def test_the_package_lists_its_names_and_resolves_each() -> None:
-    assert {"WideResNet", "MaskedTokenPretraining"} <= set(dir(backbones))
-    for name in backbones.__all__:
-        assert getattr(backbones, name).__name__ == name
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (lambda: WideResNet(27), "depth"),
         (lambda: ResNet((1, 1), (4,)), "blocks"),
         (lambda: ResNet((1,), (4,), shortcut="skip"), "shortcut"),
-        (lambda: MLP(4, ()), "hidden"),
         (lambda: MLP(4, (4,), activation="sin"), "activation"),
-        (lambda: SmallCNN(1, ()), "widths"),
-        (lambda: SmallCNN(1, dims=3), "dims"),
-        (lambda: GenomicsBERT(kmer=9), "kmer"),
         (lambda: GenomicsBERT(kmer=2, stride=3), "stride"),
         (lambda: GenomicsBERT(pooling="max"), "pooling"),
-        (lambda: build("mlp").reset_head(0), "num_classes"),
     ],
 )
-def test_impossible_sizes_are_refused(wrong: Callable[[], object], message: str) -> None:
+def test_impossible_sizes_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong()

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -10,7 +9,7 @@ from config_kit import CONF, choices, chosen
 from hydra.utils import get_class, instantiate
 
 from rmd_plugin import backbones
-from rmd_plugin.backbones import HF, Backbone, OpenCLIP, Timm, TorchVision
+from rmd_plugin.backbones import HF, OpenCLIP, Timm, TorchVision
 
 CONFIGS = choices("backbone")
 PLANNED = {
@@ -20,7 +19,7 @@ PLANNED = {
 }
 
 
-def test_each_config_starts_with_its_command_and_names_a_public_class_and_its_options() -> None:
+def test_each_config_starts_with_its_command_and_names_a_public_class_and_its_options():
     assert set(CONFIGS) >= PLANNED
     for choice in CONFIGS:
         first = (CONF / "backbone" / f"{choice}.yaml").read_text().splitlines()[0]
@@ -57,9 +56,7 @@ def test_each_config_starts_with_its_command_and_names_a_public_class_and_its_op
         ("efficientnet_lite0", 1280, 4.65e6 - 990 * 1281, ["backbone.pretrained=false"]),
     ],
 )
-def test_each_config_builds_the_network_it_names(
-    choice: str, dim: int, parameters: float | None, overrides: list[str]
-) -> None:
+def test_each_config_builds_the_network_it_names(choice, dim, parameters, overrides):
     backbone = instantiate(chosen("backbone", choice, *overrides), num_classes=10)
     assert backbone.feature_dim == dim
     assert backbone.num_classes == 10
@@ -84,17 +81,3 @@ checkpoint: null
 load_head: true
 frozen: false
 """
-
-
-@pytest.mark.filterwarnings("ignore:provider=rmd-plugin")  # a checkout has no rmd_plugin.conf.shared
-def test_a_backbone_of_the_users_own_package_is_chosen_by_its_yaml(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_own_package.py").write_text(MY_NET)
-    (tmp_path / "conf" / "backbone").mkdir(parents=True)
-    (tmp_path / "conf" / "backbone" / "my_net.yaml").write_text(MY_YAML)
-    monkeypatch.syspath_prepend(tmp_path)
-    config = chosen("backbone", "my_net", "backbone.frozen=true", f"hydra.searchpath=[file://{tmp_path}/conf]")
-    backbone = instantiate(config, num_classes=6)
-    assert isinstance(backbone, Backbone)
-    assert (backbone.feature_dim, backbone.num_classes, backbone.frozen) == (16, 6, True)

@@ -2,14 +2,11 @@
 
 import logging
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin.app.train import Classifier
@@ -17,13 +14,13 @@ from rmd_plugin.backbones import GenomicsBERT, GenomicsCNN, MaskedTokenPretraini
 from rmd_plugin.backbones.genomics import PAD_BASE, one_hot
 
 
-def tiny_bert(**options: object) -> GenomicsBERT:
+def tiny_bert(**options):
     torch.manual_seed(0)
     sizes = {"kmer": 1, "max_length": 24, "width": 32, "depth": 2, "heads": 4, "dropout": 0.0} | options
     return GenomicsBERT(**sizes)
 
 
-def test_the_motif_cnn_is_the_strongest_match_of_each_filter_then_a_dense_layer() -> None:
+def test_the_motif_cnn_is_the_strongest_match_of_each_filter_then_a_dense_layer():
     backbone = GenomicsCNN(filters=3, filter_length=4, hidden=2).eval()
     bases = torch.randint(0, 5, (2, 15))
     weights = {name: value.numpy() for name, value in backbone.encoder.state_dict().items()}
@@ -38,7 +35,7 @@ def test_the_motif_cnn_is_the_strongest_match_of_each_filter_then_a_dense_layer(
     assert torch.equal(backbone.encoder(bases), backbone.encoder(one_hot(bases)))
 
 
-def test_each_genomics_backbone_says_what_it_reads() -> None:
+def test_each_genomics_backbone_says_what_it_reads():
     assert GenomicsCNN(2, 4, 2).encoding == "one_hot"
     assert tiny_bert().encoding == "tokens"
     with pytest.raises(ValueError, match="one-hot"):
@@ -50,7 +47,7 @@ def test_each_genomics_backbone_says_what_it_reads() -> None:
 
 
 @pytest.mark.parametrize(("kmer", "stride"), [(1, 1), (3, 2)])
-def test_tokens_are_the_kmers_in_base_four(kmer: int, stride: int) -> None:
+def test_tokens_are_the_kmers_in_base_four(kmer, stride):
     encoder = tiny_bert(kmer=kmer, stride=stride).encoder
     bases = torch.randint(0, 4, (3, 20))
     bases[0, 5], bases[1, 17:] = 4, PAD_BASE
@@ -70,7 +67,7 @@ def test_tokens_are_the_kmers_in_base_four(kmer: int, stride: int) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_padding_does_not_change_the_features_of_a_read(pooling: str) -> None:
+def test_padding_does_not_change_the_features_of_a_read(pooling):
     backbone = tiny_bert(pooling=pooling).eval()
     read = torch.randint(0, 4, (2, 15))
     padded = torch.nn.functional.pad(read, (0, 9), value=PAD_BASE)
@@ -78,7 +75,7 @@ def test_padding_does_not_change_the_features_of_a_read(pooling: str) -> None:
     assert backbone.encoder(torch.full((2, 15), PAD_BASE)).isfinite().all()
 
 
-def test_masking_hides_the_chosen_share_in_berts_proportions() -> None:
+def test_masking_hides_the_chosen_share_in_berts_proportions():
     stage = MaskedTokenPretraining(tiny_bert(max_length=250, kmer=3))
     tokens = stage.encoder.tokenise(torch.randint(0, 4, (400, 250)))
     tokens[:, 10] = stage.encoder.unknown_id
@@ -95,7 +92,7 @@ def test_masking_hides_the_chosen_share_in_berts_proportions() -> None:
     assert hidden.max() < stage.encoder.num_kmers + 4
 
 
-def test_overlapping_tokens_are_hidden_together() -> None:
+def test_overlapping_tokens_are_hidden_together():
     stage = MaskedTokenPretraining(tiny_bert(max_length=250, kmer=4, stride=1))
     tokens = stage.encoder.tokenise(torch.randint(0, 4, (200, 250)))
     _, chosen = stage.corrupt(tokens)
@@ -105,7 +102,7 @@ def test_overlapping_tokens_are_hidden_together() -> None:
         assert all(run >= 4 for run in runs)
 
 
-def test_a_batch_without_any_mask_has_a_zero_loss_that_reaches_every_weight() -> None:
+def test_a_batch_without_any_mask_has_a_zero_loss_that_reaches_every_weight():
     stage = MaskedTokenPretraining(tiny_bert(), mask_probability=1e-9)
     loss = stage.training_step(torch.randint(0, 4, (2, 8)), 0)
     assert loss.item() == 0
@@ -113,32 +110,25 @@ def test_a_batch_without_any_mask_has_a_zero_loss_that_reaches_every_weight() ->
     assert all(p.grad is not None for p in stage.parameters())
 
 
-def lightning_fit(test: Callable[..., None]) -> Callable[..., None]:
+def lightning_fit(test):
     """Let Lightning's own complaints pass: torch's newest names, small loaders, and a frozen encoder at rest."""
     for message in (".*LeafSpec", ".*does not have many workers", ".*in eval mode at the start of training"):
         test = pytest.mark.filterwarnings(f"ignore:{message}")(test)
     return test
 
 
-def train(module: pl.LightningModule, x: Tensor, y: Tensor, folder: Path, epochs: int) -> dict[str, float]:
+def train(module, x, y, folder, epochs):
     """Fit on everything, return the last validation metrics, leave ``stage.ckpt`` in the folder."""
     loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
-    trainer = pl.Trainer(
-        default_root_dir=folder,
-        max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    trainer = pl.Trainer(default_root_dir=folder, max_epochs=epochs, accelerator="cpu", **quiet)
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     trainer.fit(module, loader, DataLoader(TensorDataset(x, y), batch_size=64))
     trainer.save_checkpoint(folder / "stage.ckpt")
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def periodic_reads(count: int, length: int = 24) -> tuple[Tensor, Tensor]:
+def periodic_reads(count, length=24):
     """Reads that repeat a motif of their class: a hidden base follows from its place and from the other bases."""
     motifs = torch.tensor([[0, 0, 1, 2], [3, 1, 3, 0]])
     y = torch.arange(count) % 2
@@ -147,7 +137,7 @@ def periodic_reads(count: int, length: int = 24) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.slow
 @lightning_fit
-def test_pretraining_learns_the_language_and_its_checkpoint_starts_the_fine_tuning(tmp_path: Path) -> None:
+def test_pretraining_learns_the_language_and_its_checkpoint_starts_the_fine_tuning(tmp_path):
     x, y = periodic_reads(192)
     pretraining = MaskedTokenPretraining(tiny_bert(), lr=5e-3, warmup_steps=10)
     metrics = train(pretraining, x, y, tmp_path, epochs=12)

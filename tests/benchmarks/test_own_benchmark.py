@@ -140,7 +140,7 @@ def test_what_cannot_be_a_benchmark_is_refused_with_what_was_expected(monkeypatc
     own.train = Pictures([0, 2] * 20)
     with pytest.raises(ValueError, match=r"items of a TensorDataset must be \(x, label\)"):
         as_benchmark(Own(TensorDataset(torch.zeros(4, 2)), own.test, own.oods))
-    with pytest.raises(ValueError, match=r"must cover 0\.\.2; missing are \[1\]"):
+    with pytest.raises(ValueError, match=r"missing are \[1\]"):
         as_benchmark(own)
 
 

@@ -16,15 +16,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 
-from rmd_plugin.benchmarks import (
-    DataFormatError,
-    DataNotFoundError,
-    Embeddings,
-    Features,
-    ImageFolder,
-    TextFile,
-    check_data,
-)
+from rmd_plugin.benchmarks import DataFormatError, Embeddings, Features, ImageFolder, TextFile
 
 RNG = np.random.default_rng(0)
 
@@ -64,9 +56,7 @@ def test_folders_are_read_in_the_order_of_torchvision(photos):
 
 def test_a_table_of_the_same_pictures_is_the_same_data(photos):
     folders = ImageFolder(photos)
-    paths = [
-        str(path.relative_to(photos)) for path in map(str, folders.test_in.source.items) for path in [photos / path]
-    ]
+    paths = [path.removeprefix(f"{photos}/") for path in folders.test_in.source.items]
     rows = [f"{path},{path.split('/')[1]},{path.split('/')[0]}" for path in paths]
     rows = [row.replace(",grey,ood", ",,ood:grey") for row in rows]
     (photos / "table.csv").write_text("\n".join(["path,label,split", *rows]))
@@ -100,7 +90,7 @@ def test_other_layouts_are_refused_with_what_was_expected(photos):
         ImageFolder(photos)
     with pytest.raises(DataFormatError, match="train"):
         ImageFolder(photos / "test")
-    with pytest.raises(DataNotFoundError, match=r"benchmark\.path"):
+    with pytest.raises(FileNotFoundError, match=r"benchmark\.path"):
         ImageFolder("nowhere", data_dir=photos)
 
 
@@ -109,11 +99,8 @@ def test_other_layouts_are_refused_with_what_was_expected(photos):
 
 def text_rows():
     rows = [(f'é "{i}", yes', "zeta" if i % 2 else "alpha", "train") for i in range(40)]
-    return (
-        rows
-        + [(f"test\u2028{i}", "zeta", "test") for i in range(4)]
-        + [(f"ood {i}", None, "ood:fun") for i in range(5)]
-    )
+    rows += [(f"test\u2028{i}", "zeta", "test") for i in range(4)]
+    return rows + [(f"ood {i}", None, "ood:fun") for i in range(5)]
 
 
 def write_texts(path, rows):
@@ -165,9 +152,9 @@ def test_codes_with_leading_zeros_stay_texts(tmp_path):
         ("text,label\nx,a,b,c\n", {}, r"a\.csv"),
         ("text,label\nx,a\n", {"split": "fold"}, "'fold'"),
         ("text,label\n", {}, "no rows"),
-        ("text,label,split\nx,a,train\ny,b,test\n", {}, "not in train"),
+        ("text,label,split\nx,a,train\ny,b,test\n", {}, "no class"),
         ("text,label,split\nx,a,test\n", {}, "no training data"),
-        ("text,label,split\nx,1,train\ny,-1,val\nz,1,test\n", {}, "< 0"),
+        ("text,label,split\nx,1,train\ny,-1,val\nz,1,test\n", {}, "val .*-1"),
         ("text,label,split\nx,a,train\nz,a,test\ny,,ood:test\n", {}, "rename"),
     ],
 )
@@ -330,7 +317,7 @@ def test_the_logits_of_a_file_follow_their_rows_and_the_head_is_a_layer(tmp_path
     benchmark = Features(tmp_path / "logits.npz", limit_test=4)
     for name, split in benchmark._splits().items():
         rows = torch.stack(items(split))
-        torch.testing.assert_close(benchmark.logits(name.removeprefix("ood:")), head(rows), atol=1e-5, rtol=0)
+        torch.testing.assert_close(benchmark.logits(name), head(rows), atol=1e-5, rtol=0)
     np.savez(tmp_path / "both.npz", **arrays, **logits, head_weight=weight, head_bias=bias)
     with pytest.raises(DataFormatError, match="keep one"):
         Features(tmp_path / "both.npz")
@@ -341,12 +328,12 @@ def test_the_logits_of_a_file_follow_their_rows_and_the_head_is_a_layer(tmp_path
     [
         ({"ood_x": np.ones((5, 4))}, "'ood_x' is unknown; known are near_NAME"),
         ({"test_labels": None}, "'test_labels'"),
-        ({"near_a": np.ones((5, 3))}, "wide"),
+        ({"near_a": np.ones((5, 3))}, "dimension"),
         ({"near_a": np.full((5, 4), np.inf)}, "finite"),
-        ({"train_labels": np.zeros(30)}, "integers"),
+        ({"train_labels": np.zeros(29)}, "length"),
         ({"train_labels": np.arange(30) % 3 - 1}, "train"),
-        ({"train_labels": np.arange(30) % 3 * 2}, "cover"),
-        ({"head_weight": np.ones((2, 4)), "head_bias": np.ones(3)}, "shapes"),
+        ({"train_labels": np.arange(30) % 3 * 2}, "no class"),
+        ({"head_weight": np.ones((2, 4)), "head_bias": np.ones(3)}, "dimension"),
         ({"train_logits": np.ones((30, 3))}, "_logits'"),
     ],
 )
@@ -389,18 +376,6 @@ for kind, path in dict(TextFile="a.csv", Features="a.npz", ImageFolder="img", Em
         print(error)
 assert "torch" not in sys.modules
 """
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    assert ["'text'" in output[0], "ood_x" in output[1], "folders" in output[2], "'embedding'" in output[3]] == [
-        True
-    ] * 4
-
-
-def test_good_data_and_other_classes_pass_the_check(tmp_path):
-    write_texts(tmp_path / "a.csv", text_rows())
-    write_embeddings(tmp_path / "a.parquet", *embedded())
-    np.savez(tmp_path / "a.npz", **feature_arrays())
-    for kind, path in {"TextFile": "a.csv", "Embeddings": "a.parquet", "Features": "a.npz", "Digits": "none"}.items():
-        names = {"features": "embedding", "labels": "label", "split": "split"}
-        check_data({"_target_": f"rmd_plugin.benchmarks.{kind}", "path": tmp_path / path, **names})
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for word, line in zip(("'text'", "ood_x", "folders", "'embedding'"), output.splitlines(), strict=True):
+        assert word in line
