@@ -381,9 +381,9 @@ class Features(OwnData):
         numbers: Any = parts.class_names
         if numbers != [str(number) for number in range(len(numbers))]:
             raise self._error(f"training labels must cover 0..K-1, got {numbers[:10]}. Renumber them")
-        if self._logits is not None and self._logits.shape != (len(parts.train.source), len(numbers)):
-            raise self._error(f"logits must be of every row and of the {len(numbers)} classes of the labels")
-        if "head_weight" in self._arrays:
+        if self._logits is not None and self._logits.shape[1] != len(numbers):
+            raise self._error(f"logits must be of the {len(numbers)} classes of the labels")
+        if "head_weight" in self._arrays or "head_bias" in self._arrays:
             if self._logits is not None:
                 raise self._error("has both logits and the head that logits are computed by; keep one of them")
             weights = {name: self._array(f"head_{name}") for name in ("weight", "bias")}
@@ -431,9 +431,11 @@ class Features(OwnData):
         self.near, self.far = tags["near"], tags["far"]
         self._logits = None
         if any(logits in self._arrays for *_, logits in parts):
+            arrays = [self._array(logits) for *_, logits in parts]
+            if [len(array) for array in arrays] != [len(part) for part, _ in tables]:
+                raise self._error("every array of logits must have the rows of its features")
             with files.naming(self.path):
-                arrays = np.concatenate([self._array(logits) for *_, logits in parts])
-            self._logits = files.check_matrix(self.path, "logits", arrays, self.dtype)
+                self._logits = files.check_matrix(self.path, "logits", np.concatenate(arrays), self.dtype)
         self.feature_dim = matrix.shape[1]
         return TensorRows(matrix, _DTYPES[self.dtype]), rows
 

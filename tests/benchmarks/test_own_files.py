@@ -321,6 +321,12 @@ def test_the_logits_of_a_file_follow_their_rows_and_the_head_is_a_layer(tmp_path
     np.savez(tmp_path / "both.npz", **arrays, **logits, head_weight=weight, head_bias=bias)
     with pytest.raises(DataFormatError, match="keep one"):
         Features(tmp_path / "both.npz")
+    # as many rows in all, but a row of the training samples among those of the test samples
+    train, test = logits["train_logits"], logits["test_logits"]
+    logits |= {"train_logits": train[:-1], "test_logits": np.concatenate([train[-1:], test])}
+    np.savez(tmp_path / "shifted.npz", **arrays, **logits)
+    with pytest.raises(DataFormatError, match="rows"):
+        Features(tmp_path / "shifted.npz")
 
 
 @pytest.mark.parametrize(
@@ -334,6 +340,7 @@ def test_the_logits_of_a_file_follow_their_rows_and_the_head_is_a_layer(tmp_path
         ({"train_labels": np.arange(30) % 3 - 1}, "train"),
         ({"train_labels": np.arange(30) % 3 * 2}, "no class"),
         ({"head_weight": np.ones((2, 4)), "head_bias": np.ones(3)}, "dimension"),
+        ({"head_bias": np.ones(3)}, "'head_weight'"),
         ({"train_logits": np.ones((30, 3))}, "_logits'"),
     ],
 )
