@@ -16,8 +16,7 @@ from jinja2 import Environment, PackageLoader
 from rmd_plugin.files import replacing
 from rmd_plugin.paper.published import ADDRESS, TABLES, TITLE
 from rmd_plugin.paper.reproduce import SUMMARY
-from rmd_plugin.report.names import label
-from rmd_plugin.report.tables import Cell, Column, Table, to_markdown
+from rmd_plugin.report.tables import Cell, Column, Table, label, to_markdown
 
 
 class Ranking(NamedTuple):

@@ -19,7 +19,7 @@ from rmd_plugin.benchmarks import Simulation
 from rmd_plugin.paper.published import SIMULATION_SIZES
 from rmd_plugin.paper.reproduce import SIMULATION
 from rmd_plugin.paper.studies import Arrays, Record, Run, StudyResult
-from rmd_plugin.report.names import label
+from rmd_plugin.report.tables import label
 
 _DETECTORS = ("mahalanobis", "rmd")
 

@@ -22,7 +22,7 @@ from rmd_plugin.compare.intervals import auroc
 from rmd_plugin.compare.rows import ACCURACY, AUROC, make_row, make_rows, select
 from rmd_plugin.detectors.detectors import raise_if_interrupted
 from rmd_plugin.paper.published import NOT_RUN, TABLES, TEXT
-from rmd_plugin.report.names import label
+from rmd_plugin.report.tables import label
 
 #: one array for each thing that a figure draws, by name
 Arrays = dict[str, np.ndarray]

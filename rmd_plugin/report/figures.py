@@ -13,25 +13,39 @@ from contextlib import AbstractContextManager
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
-from matplotlib import rc_context
+from matplotlib import style
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from rmd_plugin.compare.rows import AUROC, SECONDS, THRESHOLD, at_level, levels, make_rows, select
+from rmd_plugin.compare.rows import AUROC, SECONDS, make_rows
 from rmd_plugin.files import replacing
-from rmd_plugin.report.names import DASHES, OURS, PALETTE, colour, detector_style, label
+from rmd_plugin.report import tables
 from rmd_plugin.report.run import CALIBRATION, ID, Scores
-from rmd_plugin.report.tables import near_far_means, near_first, numbers_of, ood_sets, ranking, set_title
+from rmd_plugin.report.tables import LABELS, OURS, label, near_first, ood_sets, ranking, set_title
 
 if TYPE_CHECKING:
     from rmd_plugin.report.summary import Summary
 
+#: Okabe and Ito's colours, which people with any kind of colour vision tell apart
+PALETTE: Mapping[str, str] = {
+    "blue": "#0072B2",
+    "black": "#000000",
+    "vermilion": "#D55E00",
+    "green": "#009E73",
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+    "purple": "#CC79A7",
+}
+DASHES: tuple[tuple[int, tuple[float, ...]], ...] = (
+    (0, ()), (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (9, 2)),
+    (0, (9, 1.5, 3, 1.5)),
+)  # fmt: skip
 #: the same meaning in every figure: in-distribution blue, near-OOD vermilion and its kin, far-OOD green and its kin
 ID_COLOUR = PALETTE["blue"]
 DISTANCE_COLOURS: Mapping[str, tuple[str, ...]] = {
@@ -41,7 +55,7 @@ DISTANCE_COLOURS: Mapping[str, tuple[str, ...]] = {
 }
 QUIET = "#9A9A9A"
 SLIDE = (10.0, 5.625)  # 16:9
-BODY, SMALL, TITLE = 14.0, 12.0, 16.0
+SMALL = 12.0
 _PANEL = (6.0, 3.9)
 
 #: name that the monitor gives to the mean over the OOD sets
@@ -53,40 +67,13 @@ _LEVELS = 0.2
 #: scores further from the bulk than so many times its width are counted in the outermost bins
 _REACH = 5.0
 
-_SETTINGS: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so a picture is the same everywhere
-    "font.size": BODY,
-    "axes.titlesize": TITLE,
-    "axes.labelsize": BODY,
-    "xtick.labelsize": SMALL,
-    "ytick.labelsize": SMALL,
-    "legend.fontsize": SMALL,
-    "legend.frameon": False,
-    "legend.labelspacing": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "lines.linewidth": 2.2,
-    "text.parse_math": False,  # a name may hold a dollar sign
-    "pdf.fonttype": 42,  # outlines that editors can open as text
-    "svg.fonttype": "path",  # no font is needed
-    "svg.hashsalt": "rmd-plugin",
-}
-
 
 # -- the style ---------------------------------------------------------------------------------------------------------
 
 
 def house_style() -> AbstractContextManager[None]:
     """Settings for making and saving a figure; the caller's own come back afterwards."""
-    return rc_context(_SETTINGS)
-
-
-def new_figure(size: tuple[float, float] = SLIDE) -> Figure:
-    """An empty figure of so many inches with its own canvas, outside pyplot."""
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return style.context(Path(__file__).with_name("house.mplstyle"))
 
 
 def new_panels(
@@ -95,19 +82,13 @@ def new_panels(
     """A figure of equal panels, at most ``columns`` beside each other, each of so many inches."""
     columns = max(min(count, columns), 1)
     lines = max(-(-count // columns), 1)
-    figure = new_figure((size[0] * columns, size[1] * lines))
+    figure = Figure(figsize=(size[0] * columns, size[1] * lines))
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE)
+        figure.suptitle(title, x=0.01, ha="left")
     grid = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axes in grid[count:]:
         axes.set_axis_off()
     return figure, grid[:count]
-
-
-def quiet_grid(axes: Axes, *, axis: str = "both") -> None:
-    """A grid that stays behind the data."""
-    axes.grid(True, axis=axis, color="#E3E3E3", linewidth=0.8)  # type: ignore[arg-type]
-    axes.set_axisbelow(True)
 
 
 def name_lines(axes: Axes) -> None:
@@ -119,6 +100,22 @@ def name_lines(axes: Axes) -> None:
 
     lines = sorted(axes.get_legend_handles_labels()[0], key=last_height, reverse=True)
     axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1.0, 0.5), labelcolor="linecolor", handlelength=1.6)
+
+
+def detector_style(detector: str) -> dict[str, Any]:
+    """How the line of a detector is drawn in every figure: ``color`` and ``linestyle`` for ``axes.plot``.
+
+    A detector that is not in the table has the last dash, in a colour that depends on its name alone.
+    """
+    known, colours = list(LABELS), list(PALETTE.values())
+    place = known.index(detector) if detector in LABELS else len(known) + crc32(detector.encode()) % len(colours)
+    dash, number = divmod(place, len(colours))
+    return {"color": colours[number], "linestyle": DASHES[dash]}
+
+
+def colour(detector: str) -> str:
+    """Colour of a detector in every figure."""
+    return str(detector_style(detector)["color"])
 
 
 def set_colours(distances: Mapping[str, str]) -> dict[str, str]:
@@ -168,21 +165,18 @@ def roc_figure(
     with house_style():
         figure, grid = new_panels(len(sets), (6.4, 5.9), columns=2, title=title)
         for axes, name in zip(grid, sets, strict=True):
-            values = numbers_of(rows, named, AUROC, name)["value"].sort_values(ascending=False)
+            values = tables.numbers_of(rows, named, AUROC, name)["value"].sort_values(ascending=False)
             for detector in [*(other for other in scores if other not in named), *values.index]:
                 if name in scores[detector]:
-                    style: dict[str, Any] = {"color": "#DADADA", "linewidth": 1.0}
+                    look: dict[str, Any] = {"color": "#DADADA", "linewidth": 1.0}
                     if detector in named:
-                        style = {
-                            **detector_style(detector),
-                            "label": f"{label(detector)}  {100 * values[detector]:.1f}",
-                        }
-                    axes.plot(*roc_points(scores[detector][ID], scores[detector][name]), **style)
+                        look = {**detector_style(detector), "label": f"{label(detector)}  {100 * values[detector]:.1f}"}
+                    axes.plot(*roc_points(scores[detector][ID], scores[detector][name]), **look)
             axes.plot([0, 1], [0, 1], color=QUIET, linewidth=1.0, linestyle=DASHES[2])
             axes.set(xlim=(0, 1), ylim=(0, 1.003), aspect="equal", title=set_title(name, distances))
             axes.set(xlabel="in-distribution flagged (false positives)", ylabel="OOD found (true positives)")
             axes.legend(loc="lower right", labelcolor="linecolor")
-            quiet_grid(axes)
+            axes.grid()
     return figure
 
 
@@ -199,22 +193,19 @@ def histogram_figure(
     distances = ood_sets(rows)
     distances |= {name: "" for sets in scores.values() for name in sets if name not in (ID, CALIBRATION, *distances)}
     colours = {**set_colours(distances), ID: ID_COLOUR}
-    near = near_far_means(rows)["near"]
+    near = tables.near_far_means(rows)["near"]
     with house_style():
         figure, grid = new_panels(len(chosen), (5.0, 3.8), columns=3, title=title)
         for axes, detector in zip(grid, chosen, strict=True):
             names = [ID, *(name for name in near_first(distances) if name in scores[detector])]
             mine = {name: scores[detector][name] for name in names if np.isfinite(scores[detector][name]).any()}
             histogram_panel(axes, mine, colours, "score, higher = more OOD")
-            decided = select(rows, detector=detector, status="ok")
-            for alpha in levels(decided)[:1]:
-                threshold = select(decided, metric=at_level(THRESHOLD, alpha))["value"].max()
-                if axes.get_xlim()[0] < threshold < axes.get_xlim()[1]:
-                    axes.axvline(threshold, color="black", linewidth=1.2, linestyle=DASHES[1])
-                    axes.set_xlabel(f"{axes.get_xlabel()}; dashed: {100 * alpha:g} % false alarms", fontsize=SMALL)
+            alpha, threshold = tables.decision_of(rows, detector)
+            if axes.get_xlim()[0] < threshold < axes.get_xlim()[1]:
+                axes.axvline(threshold, color="black", linewidth=1.2, linestyle=DASHES[1])
+                axes.set_xlabel(f"{axes.get_xlabel()}; dashed: {100 * alpha:g} % false alarms", fontsize=SMALL)
             area = near.get(detector, math.nan)
-            text = "" if math.isnan(area) else f", near AUROC {100 * area:.1f}"
-            axes.set_title(label(detector) + text, fontsize=SMALL + 1)
+            axes.set_title(label(detector) + ("" if math.isnan(area) else f", near AUROC {100 * area:.1f}"))
     return figure
 
 
@@ -289,7 +280,7 @@ def calibration_figure(
             axes.plot(100 * asked, flagged, label=label(name), **detector_style(name))
         axes.set(xlim=(0, 100 * _LEVELS), xlabel="requested false alarms (%)", ylabel="flagged of the ID test set (%)")
         axes.set_ylim(bottom=0)
-        quiet_grid(axes)
+        axes.grid()
         name_lines(axes)
     return figure
 
@@ -341,18 +332,17 @@ def epochs_figure(
             by_epoch = mine["epoch"].nunique() == len(mine[["epoch", "step"]].drop_duplicates())
             for name in sorted(drawn, key=lambda name: name in named):
                 curve = mine[mine["detector"] == name]
-                style = {**detector_style(name), "label": label(name)} if name in named else {"color": QUIET}
+                look = {**detector_style(name), "label": label(name)} if name in named else {"color": QUIET}
                 # a line through few points shows them; through many they would hide it
                 marker = "o" if len(curve) <= 25 else ""
                 x = curve["epoch"] + 1 if by_epoch else curve["step"]
-                axes.plot(x, 100 * curve["value"].astype(float), marker=marker, markersize=4.5, **style)
+                axes.plot(x, 100 * curve["value"].astype(float), marker=marker, markersize=4.5, **look)
             axes.margins(x=0.03)
             if by_epoch:
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
             title = "mean over the OOD sets" if ood == MEAN else set_title(ood, distances or {})
-            axes.set(xlabel="epoch" if by_epoch else "step", ylabel="AUROC (%)")
-            axes.set_title(title, fontsize=SMALL + 2)
-            quiet_grid(axes, axis="y")
+            axes.set(xlabel="epoch" if by_epoch else "step", ylabel="AUROC (%)", title=title)
+            axes.grid(axis="y")
             name_lines(axes)
     return figure
 
@@ -386,5 +376,5 @@ def cost_figure(summary: Summary) -> Figure | None:
         on = " on near-OOD" if (summary.groups["judged"] == "mean (near)").all() else ""
         axes.set_ylabel(f"{summary.metric} (%){on}, mean over {len(summary.groups)} benchmarks")
         axes.margins(x=0.12, y=0.06)
-        quiet_grid(axes)
+        axes.grid()
     return figure

@@ -16,12 +16,12 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 from matplotlib.figure import Figure
 
-from rmd_plugin.compare.rows import ACCURACY, AUROC, THRESHOLD, at_level, levels, make_rows, select
+from rmd_plugin.compare.rows import ACCURACY, AUROC, make_rows, select
 from rmd_plugin.files import replacing
 from rmd_plugin.report import figures, tables
-from rmd_plugin.report.names import DASHES, LONG_NAMES, OURS, PALETTE, label
+from rmd_plugin.report.figures import DASHES, PALETTE
 from rmd_plugin.report.run import CONFIG, ID, REPORT, RunFolder, Scores, describe_error
-from rmd_plugin.report.tables import METRICS, WORDS, interval, near_first, ood_sets, percent, ranking, set_title
+from rmd_plugin.report.tables import OURS, interval, label, near_first, ood_sets, percent, ranking, set_title
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -122,9 +122,7 @@ def collect_samples(
     leader = next((name for name in ranking(rows) if name in scores), None)
     if leader is None:
         return None
-    mine = select(rows, detector=leader, status="ok")
-    thresholds = [select(mine, metric=at_level(THRESHOLD, alpha))["value"].min() for alpha in levels(mine)]
-    threshold = float(thresholds[0]) if thresholds else math.inf
+    _, threshold = tables.decision_of(rows, leader)
     distances = ood_sets(rows)
     sets = [name for name in near_first(distances) if name in scores[leader]]
     ends = {"the most unknown": -1, "the most ordinary, detected last": 1}
@@ -175,18 +173,17 @@ def render_report(run: RunFolder) -> str:
 
     rows, status = attempt(run.read_rows), attempt(run.read_status)
     rows = make_rows() if rows is None else rows
-    about = status.about if status is not None else {}
-    # scores and a choice belong to one comparison
-    single = len(rows[tables.COMPARISON].drop_duplicates()) == 1
-    scores = (attempt(run.read_scores) or {}) if single else {}
+    about = rows[tables.COMPARISON].iloc[0].to_dict() if len(rows) else status.about if status is not None else {}
+    scores = attempt(run.read_scores) or {}
     return tables.render(
         "report.html",
-        about={key: ", ".join(map(str, rows[key].unique())) or about.get(key, "") for key in tables.COMPARISON},
+        about={"benchmark": "", "backbone": "", "seed": "", **about},
         status=status,
-        choice=attempt(tables.choose, rows, scores) if single else None,
+        choice=attempt(tables.choose, rows, scores),
         accuracies=list(select(rows, metric=ACCURACY, detector="", status="ok").itertuples()),
-        words=_words(rows),
-        tables=attempt(lambda: [table for table in tables.comparison_tables(rows) if table.rows or table.notes]),
+        distances=ood_sets(rows).values(),
+        detectors=ranking(rows),
+        tables=attempt(tables.comparison_tables, rows),
         decisions=attempt(tables.decision_tables, rows),
         joint=attempt(tables.joint_tables, rows),
         pictures={
@@ -201,14 +198,6 @@ def render_report(run: RunFolder) -> str:
         problems=problems,  # of all above, too
         **{show.__name__: show for show in (tables.advice, interval, label, percent, quote)},
     )
-
-
-def _words(rows: pd.DataFrame) -> list[tuple[str, str]]:
-    """The words and the short names on the page, with what they mean."""
-    distances = ood_sets(rows).values()
-    words = [(word, meaning) for word, meaning in WORDS.items() if distances and word in ("AUROC", *distances)]
-    words += [(title, meaning) for name, (title, _, meaning) in METRICS.items() if (rows["metric"] == name).any()]
-    return words + [(label(name), LONG_NAMES[name]) for name in ranking(rows) if name in LONG_NAMES]
 
 
 def _calibration(rows: pd.DataFrame, scores: Scores) -> list[Picture]:

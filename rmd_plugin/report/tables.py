@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -23,9 +23,9 @@ from rmd_plugin.compare.rows import (
     FIT_SECONDS,
     FPR95,
     JOINT,
-    OSCR,
     RISK90,
     SCORE_SECONDS,
+    SECONDS,
     SHIFT_ACCURACY,
     SHIFT_ALARMS,
     THRESHOLD,
@@ -35,45 +35,45 @@ from rmd_plugin.compare.rows import (
     select,
     unique,
 )
-from rmd_plugin.report.names import label
 from rmd_plugin.report.run import ID, Scores
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 Best = Literal["highest", "lowest"]
+Judged = Literal["near", "all"]
 
+#: detectors of this package; the others come from pytorch-ood or from the user
+OURS = ("rmd", "mahalanobis", "fused", "marginal", "partial", "flow_likelihood", "relative_flow")
 
-class Metric(NamedTuple):
-    """A metric as readers see it."""
+#: detector -> name for readers. Its position picks colour and dash, so no two look alike. The first seven, which are
+#: shown together most often, differ in colour.
+LABELS = {
+    "rmd": "RMD", "fused": "FusedRMD", "mahalanobis": "MD", "msp": "MSP", "energy": "Energy", "vim": "ViM",
+    "marginal": "MMD",
+    "framework_rmd": "RMD (pytorch-ood)", "max_logit": "MaxLogit", "framework_mahalanobis": "MD (pytorch-ood)",
+    "knn": "KNN", "partial": "PMD", "relative_flow": "Relative flow", "flow_likelihood": "Flow",
+    "temperature_scaling": "Temperature scaling", "she": "SHE", "mahalanobis_odin": "MD + ODIN", "gmm": "GMM",
+    "openmax": "OpenMax", "gen": "GEN", "entropy": "Entropy",
+    "odin": "ODIN", "pnml": "pNML", "multi_mahalanobis": "MD (all layers)", "weighted_energy": "Weighted energy",
+    "react": "ReAct", "fdbd": "fDBD", "kl_matching": "KL matching",
+    "mcd": "MC dropout", "scale": "SCALE", "nac": "NAC", "ash": "ASH", "nci": "NCI", "dice": "DICE",
+    "nnguide": "NNGuide",
+    "gram": "Gram", "lts": "LTS", "mcm": "MCM", "grad_uncertainty": "GradUncertainty", "gradnorm": "GradNorm",
+    "vra": "VRA", "rankfeat": "RankFeat",
+}  # fmt: skip
 
-    title: str
-    best: Best
-    meaning: str
-
-
-#: metrics of the rows that have a column of their own beside AUROC: their mean over the near-OOD sets, or over all sets
-#: where none is near, or the number itself where it belongs to no OOD set. A line here adds the column, the words on
-#: the page and ``rmd-report --metric``.
-METRICS = {
-    FPR95: Metric(
-        "FPR95",
-        "lowest",
-        "share of ID samples that are flagged when the threshold is so low that 95 % of the OOD samples are detected",
-    ),
-}
-#: what the words of a table mean
-WORDS = {
-    "AUROC": "chance that an OOD sample scores higher than an ID one: 50 % is guessing, 100 % no overlap",
-    "near": "OOD that resembles the training data, such as new classes of the same kind: the hard case",
-    "far": "OOD of another kind altogether, such as noise: the easy case",
-}
 #: columns that tell one comparison from another
 COMPARISON = ["benchmark", "backbone", "seed"]
 #: why a detector may rank OOD below ID samples
 _BLIND = {"knn": "it scales features to unit length, so how far they reach does not count"}
 #: with fewer samples in a set, a variance of ranks may be zero by chance
 _FEW = 10
+
+
+def label(detector: str) -> str:
+    """Name of a detector for readers; one that is not in the table keeps its own."""
+    return LABELS.get(detector, detector)
 
 
 # -- tables and their formats -----------------------------------------------------------------------------------------
@@ -124,19 +124,22 @@ def detector_table(
 
 
 def number_cells(
-    values: Iterable[float],
+    values: pd.Series,
     show: Callable[[float], str],
     details: Iterable[str] | None = None,
     *,
     best: Best | None = None,
+    eligible: Iterable[str] | None = None,
 ) -> list[Cell]:
-    """Numbers as cells: NaN is a dash, and what reads like the best is bold, unless it stands alone."""
-    values = list(values)
-    numbers = [value for value in values if not math.isnan(value)]
-    top = show(min(numbers) if best == "lowest" else max(numbers)) if best and len(numbers) > 1 else None
+    """Numbers by detector as cells: NaN is a dash, and what reads like the best is bold, unless it stands alone.
+
+    ``eligible`` are the detectors that can be the best; by default all of them.
+    """
+    rated = values if eligible is None else values[values.index.isin(eligible)]
+    top = show(rated.min() if best == "lowest" else rated.max()) if best and values.count() > 1 else None
     return [
-        Cell("–") if math.isnan(value) else Cell(show(value), bold=show(value) == top, detail=detail)
-        for value, detail in zip(values, details or [""] * len(values), strict=True)
+        Cell("–") if math.isnan(value) else Cell(show(value), name in rated and show(value) == top, detail)
+        for (name, value), detail in zip(values.items(), details or [""] * len(values), strict=True)
     ]
 
 
@@ -202,21 +205,20 @@ def print_tables(tables: Iterable[Table], *, width: int | None = None) -> None:
 
     console = Console(width=width or (None if sys.stdout.isatty() else 200))
     for table in tables:
-
-        def drawn(between: str, table: Table = table) -> RichTable:
+        for between in (" ", "\n"):
             grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=between != " ")
             for column in table.columns:
-                detail = f"{between}{column.detail}" if column.detail else ""
+                detail = f"{between}{column.detail}".rstrip()
                 head = Text.assemble(column.title.replace(" ", between), (detail, "dim"))
                 grid.add_column(head, justify=column.align, overflow="fold")
             for row in table.rows:
-                texts = [((cell.text, "bold" * cell.bold), (f"{between}{cell.detail}", "dim")) for cell in row]
-                grid.add_row(*(Text.assemble(*text if text[1][0].strip() else text[:1]) for text in texts))
-            return grid
-
-        wide = drawn(" ")
-        fits = console.measure(wide, options=console.options.update(max_width=10_000)).maximum <= console.width
-        console.print(Text(table.title, style="bold"), wide if fits else drawn("\n"), sep="\n")
+                pieces = [
+                    ((cell.text, "bold" * cell.bold), (f"{between}{cell.detail}".rstrip(), "dim")) for cell in row
+                ]
+                grid.add_row(*(Text.assemble(*texts) for texts in pieces))
+            if console.measure(grid, options=console.options.update(max_width=10_000)).maximum <= console.width:
+                break
+        console.print(Text(table.title, style="bold"), grid, sep="\n")
         for note in table.notes:
             console.print(Text(note, style="dim"))
 
@@ -232,55 +234,39 @@ def interval(low: float, high: float) -> str:
     return "" if math.isnan(low) or math.isnan(high) else f"[{100 * low:.1f}–{100 * high:.1f}]"
 
 
-def seconds(value: float) -> str:
-    """A duration with two or three digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
 # -- of rows ----------------------------------------------------------------------------------------------------------
 
 
 def comparison_tables(rows: pd.DataFrame) -> list[Table]:
-    """One table for every benchmark, backbone and seed among the rows. See :func:`comparison_table`."""
-    return [comparison_table(part, _heading(*key)) for key, part in rows.groupby(COMPARISON, sort=False)]
+    """The table of a comparison; none without rows. See :func:`comparison_table`."""
+    return [comparison_table(rows, _heading(rows))] if len(rows) else []
 
 
 def decision_tables(rows: pd.DataFrame) -> list[Table]:
-    """What the detectors flag at a level of false alarms, one table for every comparison and level among the rows.
+    """What the detectors flag at a level of false alarms, one table for every level among the rows.
 
-    Detectors stand as in :func:`comparison_tables`: the share of the ID test set that is flagged with its interval,
-    that of every ID set under a covariate shift, that of every OOD set, and the threshold. Why one has no decisions
-    stands below the table of the comparison.
+    Detectors stand as in :func:`comparison_tables`: the share of every OOD set that is flagged with its interval, that
+    of the ID test set, that of every ID set under a covariate shift, and the threshold. Only what is detected without
+    more false alarms than promised can be bold. Why one has no decisions stands below the table of the comparison.
     """
-    comparisons = rows.groupby(COMPARISON, sort=False)
-    tables = [_decision_table(part, alpha, _heading(*key)) for key, part in comparisons for alpha in levels(part)]
+    tables = [_decision_table(rows, alpha) for alpha in levels(rows)]
     return [table for table in tables if table.rows]
 
 
 def joint_tables(rows: pd.DataFrame) -> list[Table]:
-    """Detector and classifier together: is a sample unknown, or the answer wrong? One table for every comparison."""
-    tables = [_joint_table(part, _heading(*key)) for key, part in rows.groupby(COMPARISON, sort=False)]
-    return [table for table in tables if len(table.columns) > 1]
-
-
-def _joint_table(rows: pd.DataFrame, heading: str) -> Table:
-    detectors, columns = ranking(rows), {}
-    judged = "near" if "near" in ood_sets(rows).values() else "all"
-    for metric in JOINT:
-        own = metric == AURC
-        means = numbers_of(rows, detectors, metric)["value"] if own else near_far_means(rows, metric)[judged]
-        if means.notna().any():
-            best: Best = "highest" if metric == OSCR else "lowest"
-            detail = "" if own else f"({judged} OOD)" if judged == "near" else "(all OOD)"
-            columns[Column(metric, detail)] = number_cells(means.reindex(detectors), percent, best=best)
-    notes = []
-    risk = near_far_means(rows, RISK90)[judged].reindex(detectors)
-    for name in [name for name in detectors if risk.notna()[name]][:1]:
-        notes.append(
-            f"With {label(name)}, if 90 % of the ID samples are accepted, {100 * risk[name]:.1f} % of the accepted are "
-            "wrong or unknown (risk90), with as many OOD samples as in the test sets."
-        )
-    return detector_table(detectors, columns, f"{heading}: unknown or wrong, in %", notes)
+    """Detector and classifier together: is a sample unknown, or the answer wrong? None without such numbers."""
+    detectors = ranking(rows)
+    columns = _mean_columns(rows, detectors, JOINT)
+    if not columns:
+        return []
+    risk = near_far_means(rows, RISK90)[judged_sets(rows)].reindex(detectors).dropna()
+    notes = [
+        f"With {label(name)}, if 90 % of the ID samples are accepted, {100 * value:.1f} % of the accepted are wrong or "
+        "unknown (risk90), with as many OOD samples as in the test sets."
+        for name, value in risk[:1].items()
+    ]
+    title = f"{_heading(rows)}: unknown or wrong, in %"
+    return [detector_table(detectors, columns, title, notes)]
 
 
 def near_far_means(rows: pd.DataFrame, metric: str = AUROC) -> pd.DataFrame:
@@ -288,13 +274,15 @@ def near_far_means(rows: pd.DataFrame, metric: str = AUROC) -> pd.DataFrame:
 
     It is NaN where there is no such set or one of them failed.
     """
-    rows = rows[(rows["metric"] == metric) & (rows["detector"] != "") & (rows["ood"] != "")]
-    kinds = {"near": rows[rows["distance"] == "near"], "far": rows[rows["distance"] == "far"], "all": rows}
-    means = {
-        kind: part.groupby("detector", sort=False)["value"].agg(lambda values: values.mean(skipna=False))
-        for kind, part in kinds.items()
-    }
-    return pd.DataFrame(means, index=unique(rows, "detector"), dtype=float)
+    rated = rows[(rows["metric"] == metric) & (rows["detector"] != "") & (rows["ood"] != "")]
+    groups = pd.concat([rated, rated.assign(distance="all")]).groupby(["detector", "distance"])["value"]
+    means = groups.agg(lambda values: values.mean(skipna=False)).unstack()
+    return means.reindex(index=unique(rated, "detector"), columns=["near", "far", "all"]).astype(float)
+
+
+def judged_sets(rows: pd.DataFrame) -> Judged:
+    """By which OOD sets detectors are judged: the near ones, or all where none is near."""
+    return "near" if "near" in ood_sets(rows).values() else "all"
 
 
 def ranking(rows: pd.DataFrame) -> list[str]:
@@ -325,14 +313,20 @@ def set_title(name: str, distances: Mapping[str, str]) -> str:
     return f"{name} ({distances[name]})" if distances.get(name) else name
 
 
-def _heading(benchmark: str, backbone: str, seed: int) -> str:
-    return f"{benchmark}, {backbone}, seed {seed}"
+def _heading(rows: pd.DataFrame) -> str:
+    return "{}, {}, seed {}".format(*rows[COMPARISON].iloc[0])
 
 
 def numbers_of(rows: pd.DataFrame, detectors: Sequence[str], metric: str, ood: str = "") -> pd.DataFrame:
     """Columns value, low and high of a metric, a line for each detector; NaN where it is missing."""
     mine = select(rows, metric=metric, ood=ood, status="ok").drop_duplicates("detector").set_index("detector")
     return mine[["value", "low", "high"]].reindex(detectors)
+
+
+def decision_of(rows: pd.DataFrame, detector: str) -> tuple[float, float]:
+    """Level of false alarms and threshold of a detector; both are NaN if it makes no decisions."""
+    alpha = next(iter(levels(select(rows, detector=detector, status="ok"))), math.nan)
+    return alpha, float(numbers_of(rows, [detector], at_level(THRESHOLD, alpha)).loc[detector, "value"])
 
 
 def comparison_table(rows: pd.DataFrame, heading: str) -> Table:
@@ -347,56 +341,70 @@ def comparison_table(rows: pd.DataFrame, heading: str) -> Table:
     for distance in ("near", "far"):
         if len(sets) > 1 and distance in sets.values():
             columns[Column(f"{distance} mean")] = number_cells(means[distance], percent, best="highest")
-    judged = "near" if "near" in sets.values() else "all"
-    for metric, (title, best, _) in METRICS.items():
-        own = select(rows, metric=metric, ood="")
-        values = numbers_of(own, detectors, metric)["value"] if len(own) else near_far_means(rows, metric)[judged]
-        if values.notna().any():
-            column = Column(title if len(own) or len(sets) == 1 else f"{title}, {judged}")
-            columns[column] = number_cells(values.reindex(detectors), percent, best=best)
+    columns |= _mean_columns(rows, detectors, [FPR95])
     for title, metric in (("fit", FIT_SECONDS), ("score", SCORE_SECONDS)):
-        columns[Column(title, "(s)")] = number_cells(numbers_of(rows, detectors, metric)["value"], seconds)
+        columns[Column(title, "(s)")] = number_cells(numbers_of(rows, detectors, metric)["value"], "{:.2f}".format)
     notes = _notes(rows)
     if sets or not detectors:
-        heading += ": AUROC in %" + " with 95 % bootstrap interval" * bool(
-            select(rows, metric=AUROC)["low"].notna().any()
-        )
+        resampled = select(rows, metric=AUROC)["low"].notna().any()
+        heading += f": AUROC in %{' with 95 % bootstrap interval' if resampled else ''}"
     else:
         notes.insert(0, "There is no OOD data, so there is no AUROC: only false alarms are known.")
     return detector_table(detectors, columns, heading, notes)
 
 
-def _set_columns(rows: pd.DataFrame, detectors: Sequence[str], metric: str, title: str) -> dict[Column, list[Cell]]:
+def best_of(metric: str) -> Best:
+    """Whether the highest or the lowest number of a metric is the best."""
+    lowest = (FPR95, *SECONDS, *JOINT[1:], FALSE_ALARMS)  # of the joint ones, the first is OSCR
+    return "lowest" if metric.partition("@")[0] in lowest else "highest"
+
+
+def _mean_columns(rows: pd.DataFrame, detectors: Sequence[str], metrics: Iterable[str]) -> dict[Column, list[Cell]]:
+    """A column for each metric that there is: its mean over the judged OOD sets, or the number itself of AURC."""
+    judged, columns = judged_sets(rows), {}
+    for metric in metrics:
+        of_id = metric == AURC
+        values = numbers_of(rows, detectors, metric)["value"] if of_id else near_far_means(rows, metric)[judged]
+        if values.notna().any():
+            column = Column(metric.removesuffix("TPR"), "" if of_id or len(ood_sets(rows)) == 1 else f"({judged})")
+            columns[column] = number_cells(values.reindex(detectors), percent, best=best_of(metric))
+    return columns
+
+
+def _set_columns(
+    rows: pd.DataFrame, detectors: Sequence[str], metric: str, title: str, eligible: Iterable[str] | None = None
+) -> dict[Column, list[Cell]]:
     """A column of a metric for each OOD set, under the title and its name where there is but one."""
     sets = ood_sets(rows)
     return {
         Column(name if len(sets) > 1 else f"{title}, {name}", f"({distance})" if distance else ""): _share_cells(
-            rows, detectors, metric, name, best="highest"
+            rows, detectors, metric, name, best="highest", eligible=eligible
         )
         for name, distance in sets.items()
     }
 
 
-def _share_cells(
-    rows: pd.DataFrame, detectors: Sequence[str], metric: str, ood: str = "", best: Best | None = None
-) -> list[Cell]:
+def _share_cells(rows: pd.DataFrame, detectors: Sequence[str], metric: str, ood: str = "", **bold: Any) -> list[Cell]:
     numbers = numbers_of(rows, detectors, metric, ood)
-    return number_cells(numbers["value"], percent, map(interval, numbers["low"], numbers["high"]), best=best)
+    return number_cells(numbers["value"], percent, map(interval, numbers["low"], numbers["high"]), **bold)
 
 
-def _decision_table(rows: pd.DataFrame, alpha: float, heading: str) -> Table:
+def _decision_table(rows: pd.DataFrame, alpha: float) -> Table:
     names = [at_level(metric, alpha) for metric in (THRESHOLD, FALSE_ALARMS, SHIFT_ALARMS, DETECTED)]
     threshold, alarms, shifted, detected = names
-    decided = unique(select(rows, metric=alarms, status="ok"), "detector")
-    detectors = [name for name in ranking(rows) if name in decided]
-    columns = _set_columns(rows, detectors, detected, "Detected")
+    decided = select(rows, metric=alarms, status="ok")
+    detectors = [name for name in ranking(rows) if name in set(decided["detector"])]
+    # a remark there says that the promise is not kept
+    columns = _set_columns(rows, detectors, detected, "Detected", eligible=select(decided, reason="")["detector"])
     columns[Column("False alarms", "(ID test set)")] = _share_cells(rows, detectors, alarms)
     for name in unique(select(rows, metric=shifted), "ood"):
         columns[Column(f"False alarms, {name}", "(shifted ID)")] = _share_cells(rows, detectors, shifted, name)
     columns[Column("threshold")] = number_cells(numbers_of(rows, detectors, threshold)["value"], "{:.4g}".format)
-    heading += ": % flagged as OOD, calibrated on the validation data for at most "
-    heading += f"{100 * alpha:g} % false alarms, with 95 % binomial interval"
-    return detector_table(detectors, columns, heading, _reasons(rows[rows["metric"].isin(names)], "ok", "Remark"))
+    title = (
+        f"{_heading(rows)}: % flagged as OOD, calibrated on the validation data for at most {100 * alpha:g} % false "
+        "alarms, with 95 % binomial interval"
+    )
+    return detector_table(detectors, columns, title, _reasons(rows[rows["metric"].isin(names)], "ok", "Remark"))
 
 
 def _notes(rows: pd.DataFrame) -> list[str]:
@@ -437,13 +445,13 @@ class Choice:
     """The detector that leads a comparison."""
 
     detector: str
-    judged: Literal["near", "all"]  #: the OOD sets that it was judged by
+    judged: Judged  #: the OOD sets that it was judged by
     auroc: float  #: mean over them
-    rivals: Sequence[str] | None = None  #: detectors that the samples do not tell from it; None without scores
-    alpha: float = math.nan  #: level of false alarms that decisions were made at; NaN without decisions
-    detected: float = math.nan  #: share of the OOD samples that are found there, mean over the judged sets
-    alarms: float = math.nan  #: share of the ID test set that is flagged there
-    alarms_interval: tuple[float, float] = (math.nan, math.nan)
+    rivals: Sequence[str] | None  #: detectors that the samples do not tell from it; None without scores
+    alpha: float  #: level of false alarms that decisions were made at; NaN without decisions
+    detected: float  #: share of the OOD samples that are found there, mean over the judged sets
+    alarms: float  #: share of the ID test set that is flagged there
+    alarms_interval: tuple[float, float]
 
 
 def choose(rows: pd.DataFrame, scores: Scores | None = None) -> Choice | None:
@@ -463,20 +471,17 @@ def choose(rows: pd.DataFrame, scores: Scores | None = None) -> Choice | None:
     sets, ranked = ood_sets(rows), ranking(rows)
     if not sets or not ranked:
         return None
-    judged: Literal["near", "all"] = "near" if "near" in sets.values() else "all"
+    judged = judged_sets(rows)
     names = [name for name, distance in sets.items() if judged == "all" or distance == "near"]
     best = ranked[0]
     scored = {name: mine for name, mine in (scores or {}).items() if name in ranked and {ID, *names} <= set(mine)}
     rivals = _rivals(best, scored, names, ranked) if best in scored else None
-    choice = Choice(best, judged, near_far_means(rows).loc[best, judged], rivals)
-    mine = select(rows, detector=best, status="ok")
-    for alpha in levels(mine)[:1]:
-        alarms = select(mine, metric=at_level(FALSE_ALARMS, alpha)).iloc[0]
-        detected = select(mine, metric=at_level(DETECTED, alpha))
-        share = detected.loc[detected["ood"].isin(names), "value"].mean(skipna=False)
-        ends = alarms["low"], alarms["high"]
-        choice = replace(choice, alpha=alpha, detected=share, alarms=alarms["value"], alarms_interval=ends)
-    return choice
+    alpha, _ = decision_of(rows, best)
+    alarms = numbers_of(rows, [best], at_level(FALSE_ALARMS, alpha)).loc[best]
+    detected = select(rows, detector=best, metric=at_level(DETECTED, alpha))
+    share = detected.loc[detected["ood"].isin(names), "value"].mean(skipna=False)
+    area = near_far_means(rows).loc[best, judged]
+    return Choice(best, judged, area, rivals, alpha, share, alarms["value"], (alarms["low"], alarms["high"]))
 
 
 def advice(choice: Choice | None) -> list[str]:

@@ -9,8 +9,11 @@ from sklearn.metrics import auc
 
 from rmd_plugin.compare.rows import make_row, make_rows
 from rmd_plugin.report.figures import (
+    PALETTE,
     calibration_figure,
     choose_detectors,
+    colour,
+    detector_style,
     epochs_figure,
     histogram_figure,
     roc_figure,
@@ -18,7 +21,7 @@ from rmd_plugin.report.figures import (
     save_figure,
     set_colours,
 )
-from rmd_plugin.report.names import LABELS, OURS, PALETTE, colour, detector_style
+from rmd_plugin.report.tables import LABELS, OURS
 
 
 def legend(axes):

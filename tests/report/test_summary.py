@@ -199,7 +199,7 @@ def test_what_is_not_done_is_named_and_the_rest_stands(sweep, tmp_path):
     assert {name: run.outcome for name, run in runs.items() if run.outcome != "done"} == expected
     assert (runs["7"].reason, runs["7"].name) == ("RuntimeError: CUDA out of memory", "digits, seed 7")
     assert "killed" in runs["9"].reason
-    assert runs["11"].name == "digits, seed 11, x.y=3"
+    assert runs["11"].name == "benchmark=digits, seed=11, +x.y=3"
     summary = summarise(list(runs.values()))
     assert summary.groups["seeds"].map(len).tolist() == [3, 3]
     assert "Not counted: 1 failed, 1 running, 1 unfinished, 3 unreadable of 12 runs." in notes(summary)
