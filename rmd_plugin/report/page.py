@@ -32,8 +32,8 @@ T = TypeVar("T")
 _SETS, _COUNT = 3, 8
 #: longer side of a thumbnail in pixels, the one up to which nothing may be lost, letters of a text
 _SIDE, _TINY, _LETTERS = 160, 64, 280
-#: of a table of scores: the highest and lowest, those with a reason, and classes that are shown; bins of the p-values
-EXTREMES, REASONS, _CLASSES, _P_BINS = 24, 50, 50, 20
+#: of a table of scores: the highest and lowest, lines of other tables that are shown; bins of the p-values
+EXTREMES, SHOWN, _P_BINS = 24, 50, 20
 
 
 class Picture(NamedTuple):
@@ -45,11 +45,9 @@ class Picture(NamedTuple):
 
 def picture(figure: Figure, alt: str) -> Picture:
     """A figure as an SVG; ``alt`` says what it shows."""
-    buffer = io.BytesIO()
-    with figures.house_style():
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
     # an address, not the SVG itself: several in one document would share their ids
-    return Picture(_data_address("svg+xml", buffer), alt)
+    with figures.house_style():
+        return _picture("svg+xml", alt, lambda file: figure.savefig(file, format="svg", metadata={"Date": None}))
 
 
 def thumbnail(image: Image.Image, alt: str) -> Picture:
@@ -57,13 +55,13 @@ def thumbnail(image: Image.Image, alt: str) -> Picture:
     small = image.convert("RGB")
     small.thumbnail((_SIDE, _SIDE))
     kind = "png" if max(small.size) <= _TINY else "jpeg"
+    return _picture(kind, alt, lambda file: small.save(file, kind))
+
+
+def _picture(kind: str, alt: str, write: Callable[[io.BytesIO], None]) -> Picture:
     buffer = io.BytesIO()
-    small.save(buffer, kind)
-    return Picture(_data_address(kind, buffer), alt)
-
-
-def _data_address(kind: str, content: io.BytesIO) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(content.getvalue()).decode('ascii')}"
+    write(buffer)
+    return Picture(f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}", alt)
 
 
 def preview(item: Any, alt: str) -> Picture | str | None:
@@ -85,21 +83,17 @@ def preview(item: Any, alt: str) -> Picture | str | None:
     # normalised numbers are left out: nobody says what is black
     if item.dtype.kind == "f" and item.min() >= 0 and item.max() <= 1:
         item = np.rint(255 * item).astype(np.uint8)
-    item = item[..., 0] if item.ndim == 3 and item.shape[2] == 1 else item
-    shows = item.dtype == np.uint8 and (item.ndim == 2 or (item.ndim == 3 and item.shape[2] == 3))
+    item = np.squeeze(item, 2) if item.shape[2:] == (1,) else item
+    shows = item.dtype == np.uint8 and item.ndim > 1 and item.shape[2:] in ((), (3,))
     return thumbnail(Image.fromarray(item), alt) if shows else None
 
 
 def make_card(name: str, details: Sequence[str], flagged: bool, preview: Picture | str | None) -> dict[str, Any]:
     """One sample on a page as plain data: its name, some lines about it, and how it looks or what it says, if known."""
     text = " ".join(preview.split()) if isinstance(preview, str) else ""
-    return {
-        "name": name,
-        "details": list(details),
-        "flagged": flagged,
-        "picture": preview._asdict() if isinstance(preview, Picture) else None,
-        "text": text if len(text) <= _LETTERS else f"{text[:_LETTERS]}…",
-    }
+    text = text[:_LETTERS] + "…" * (len(text) > _LETTERS)
+    image = preview._asdict() if isinstance(preview, Picture) else None
+    return {"name": name, "details": list(details), "flagged": flagged, "picture": image, "text": text}
 
 
 # -- of a run ---------------------------------------------------------------------------------------------------------
@@ -175,6 +169,7 @@ def render_report(run: RunFolder) -> str:
     rows = make_rows() if rows is None else rows
     about = rows[tables.COMPARISON].iloc[0].to_dict() if len(rows) else status.about if status is not None else {}
     scores = attempt(run.read_scores) or {}
+    calibration = attempt(figures.calibration_figure, scores, rows)
     return tables.render(
         "report.html",
         about={"benchmark": "", "backbone": "", "seed": "", **about},
@@ -187,7 +182,7 @@ def render_report(run: RunFolder) -> str:
         decisions=attempt(tables.decision_tables, rows),
         joint=attempt(tables.joint_tables, rows),
         pictures={
-            "calibration": attempt(_calibration, rows, scores),
+            "calibration": [] if calibration is None else [picture(calibration, "Requested and measured false alarms")],
             "over_training": attempt(_over_training, rows, attempt(run.read_history) or []),
             "scores": attempt(_histograms, rows, scores),
         },
@@ -198,11 +193,6 @@ def render_report(run: RunFolder) -> str:
         problems=problems,  # of all above, too
         **{show.__name__: show for show in (tables.advice, interval, label, percent, quote)},
     )
-
-
-def _calibration(rows: pd.DataFrame, scores: Scores) -> list[Picture]:
-    figure = figures.calibration_figure(scores, rows)
-    return [] if figure is None else [picture(figure, "Requested false alarms against those on the ID test set")]
 
 
 def _over_training(rows: pd.DataFrame, history: Sequence[Mapping[str, Any]]) -> list[Picture]:
@@ -255,8 +245,7 @@ class ScoreSummary:
     classes: pd.DataFrame  #: columns Scored and Flagged by class, the most flagged first
     highest: pd.DataFrame  #: rows of the table with a column name, the most unknown first
     lowest: pd.DataFrame  #: the most ordinary first
-    with_reason: int
-    reasons: pd.DataFrame  #: columns Sample and Reason, the first of them
+    reasons: pd.DataFrame  #: columns Sample and Reason
 
     @property
     def broken(self) -> int:
@@ -280,8 +269,7 @@ def summarise_scores(path: str | os.PathLike[str]) -> ScoreSummary:
     numbers["Scored"], numbers["Flagged"] = numbers["score"].notna() | numbers["is_ood"], numbers["is_ood"]
     classes = numbers.groupby("class")[["Scored", "Flagged"]].sum()
     ordered = numbers["score"].dropna().sort_values(kind="stable").index.to_numpy()
-    has_reason = ds.field("reason").is_valid()
-    reasons = table.head(REASONS, columns=[name, "reason"], filter=has_reason).to_pandas()
+    reasons = table.to_table(columns=[name, "reason"], filter=ds.field("reason").is_valid()).to_pandas()
 
     def rows_at(places: np.ndarray) -> pd.DataFrame:
         return table.take(places).to_pandas().rename(columns={name: "name"})
@@ -294,7 +282,6 @@ def summarise_scores(path: str | os.PathLike[str]) -> ScoreSummary:
         classes=classes.sort_values(["Flagged", "Scored"], ascending=False, kind="stable"),
         highest=rows_at(ordered[::-1][:EXTREMES]),
         lowest=rows_at(ordered[:EXTREMES]),
-        with_reason=table.count_rows(filter=has_reason),
         reasons=reasons.set_axis(["Sample", "Reason"], axis=1),
     )
 
@@ -306,7 +293,7 @@ Previews = Callable[[Collection[str]], Mapping[str, "Picture | str"]]
 def write_scores_page(path: str | os.PathLike[str], summary: ScoreSummary, run: ScoringRun, previews: Previews) -> Path:
     """Write the page about scores: how many were flagged, the most unknown samples, the most ordinary, each class."""
     shown = previews({*summary.highest["name"], *summary.lowest["name"]})
-    classes = summary.classes[:_CLASSES].reset_index(names="Predicted class")
+    classes = summary.classes.reset_index(names="Predicted class")
     classes["Share (%)"] = 100 * classes["Flagged"] / classes["Scored"]
     page = tables.render(
         "scores.html",
@@ -316,8 +303,8 @@ def write_scores_page(path: str | os.PathLike[str], summary: ScoreSummary, run: 
         pictures=_score_pictures(summary, run),
         highest=_score_cards(summary.highest, shown),
         lowest=_score_cards(summary.lowest, shown),
-        classes=tables.frame_table(classes, notes=_and_more(len(summary.classes), len(classes))),
-        reasons=tables.frame_table(summary.reasons, notes=_and_more(summary.with_reason, len(summary.reasons))),
+        classes=_first_rows(classes),
+        reasons=_first_rows(summary.reasons),
     )
     with replacing(path) as file:
         file.write(page)
@@ -344,8 +331,9 @@ def _score_cards(rows: pd.DataFrame, previews: Mapping[str, Picture | str]) -> l
     return cards
 
 
-def _and_more(total: int, shown: int) -> list[str]:
-    return [f"The first {shown} of {total:,}; the others are in scores.parquet."] if total > shown else []
+def _first_rows(frame: pd.DataFrame) -> tables.Table:
+    more = [f"The first {SHOWN} of {len(frame):,}; the others are in scores.parquet."] if len(frame) > SHOWN else []
+    return tables.frame_table(frame[:SHOWN], notes=more)
 
 
 def _score_pictures(summary: ScoreSummary, run: ScoringRun) -> list[Picture]:

@@ -208,10 +208,9 @@ class RunFolder:
         """What :meth:`write_history` wrote; empty if there is none."""
 
         def parse(path: Path) -> list[dict[str, Any]]:
-            texts = pd.read_csv(path, usecols=_HISTORY, dtype=str, keep_default_na=False).replace(
-                {"value": {"": "nan"}}
-            )
-            return list(texts.astype({"epoch": int, "step": int, "value": float}).to_dict("records"))
+            texts = pd.read_csv(path, usecols=_HISTORY, dtype=str, keep_default_na=False)
+            numbers = texts.replace({"value": {"": "nan"}}).astype({"epoch": int, "step": int, "value": float})
+            return list(numbers.to_dict("records"))
 
         return self._read(HISTORY, parse, [])
 
@@ -311,24 +310,21 @@ def mask_secrets(content: Any) -> Any:
         >>> mask_secrets({"logger": {"api_key": "abc", "name": "x"}, "num_tokens": 5})
         {'logger': {'api_key': '***', 'name': 'x'}, 'num_tokens': 5}
     """
-    if isinstance(content, Mapping):
-        return {
-            key: _MASK
-            if re.fullmatch(_SECRET, str(key), re.IGNORECASE) and not isinstance(value, (bool, type(None)))
-            else mask_secrets(value)
-            for key, value in content.items()
-        }
-    return [mask_secrets(item) for item in content] if isinstance(content, list) else content
+    if isinstance(content, list):
+        return [mask_secrets(item) for item in content]
+    if not isinstance(content, Mapping):
+        return content
+    masked = {key: mask_secrets(value) for key, value in content.items()}
+    secret = [key for key in masked if re.fullmatch(_SECRET, str(key), re.IGNORECASE)]
+    return masked | {key: _MASK for key in secret if not isinstance(masked[key], (bool, type(None)))}
 
 
 def _config_text(config: Any) -> str:
     from omegaconf import OmegaConf
 
-    if not isinstance(config, str):
-        config = OmegaConf.to_yaml(OmegaConf.create(config), resolve=True)
-    plain = parse_yaml(config)
-    masked = mask_secrets(plain)
-    return config if masked == plain else OmegaConf.to_yaml(OmegaConf.create(masked))
+    # a text keeps its references
+    plain = parse_yaml(config) if isinstance(config, str) else OmegaConf.to_object(OmegaConf.create(config))
+    return OmegaConf.to_yaml(mask_secrets(plain))
 
 
 def current_command(program: str | None = None) -> str:

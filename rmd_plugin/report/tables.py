@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 
-from rmd_plugin.compare.rows import (
-    ACCURACY,
-    AURC,
-    AUROC,
-    DETECTED,
-    FALSE_ALARMS,
-    FIT_SECONDS,
-    FPR95,
-    JOINT,
-    RISK90,
-    SCORE_SECONDS,
-    SECONDS,
-    SHIFT_ACCURACY,
-    SHIFT_ALARMS,
-    THRESHOLD,
-    Status,
-    at_level,
-    levels,
-    select,
-    unique,
-)
+from rmd_plugin.compare import rows as results
+from rmd_plugin.compare.rows import ACCURACY, AUROC, FALSE_ALARMS, FPR95, JOINT, at_level, levels, select, unique
 from rmd_plugin.report.run import ID, Scores
 
 if TYPE_CHECKING:
@@ -48,20 +31,7 @@ OURS = ("rmd", "mahalanobis", "fused", "marginal", "partial", "flow_likelihood",
 
 #: detector -> name for readers. Its position picks colour and dash, so no two look alike. The first seven, which are
 #: shown together most often, differ in colour.
-LABELS = {
-    "rmd": "RMD", "fused": "FusedRMD", "mahalanobis": "MD", "msp": "MSP", "energy": "Energy", "vim": "ViM",
-    "marginal": "MMD",
-    "framework_rmd": "RMD (pytorch-ood)", "max_logit": "MaxLogit", "framework_mahalanobis": "MD (pytorch-ood)",
-    "knn": "KNN", "partial": "PMD", "relative_flow": "Relative flow", "flow_likelihood": "Flow",
-    "temperature_scaling": "Temperature scaling", "she": "SHE", "mahalanobis_odin": "MD + ODIN", "gmm": "GMM",
-    "openmax": "OpenMax", "gen": "GEN", "entropy": "Entropy",
-    "odin": "ODIN", "pnml": "pNML", "multi_mahalanobis": "MD (all layers)", "weighted_energy": "Weighted energy",
-    "react": "ReAct", "fdbd": "fDBD", "kl_matching": "KL matching",
-    "mcd": "MC dropout", "scale": "SCALE", "nac": "NAC", "ash": "ASH", "nci": "NCI", "dice": "DICE",
-    "nnguide": "NNGuide",
-    "gram": "Gram", "lts": "LTS", "mcm": "MCM", "grad_uncertainty": "GradUncertainty", "gradnorm": "GradNorm",
-    "vra": "VRA", "rankfeat": "RankFeat",
-}  # fmt: skip
+LABELS: dict[str, str] = json.loads(Path(__file__).with_name("labels.json").read_text(encoding="utf-8"))
 
 #: columns that tell one comparison from another
 COMPARISON = ["benchmark", "backbone", "seed"]
@@ -168,7 +138,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["markdown"] = markdown_text
+    environment.filters |= {"markdown": markdown_text, "label": label}
     environment.filters["latex"] = lambda text: text.translate(_LATEX)
     return environment
 
@@ -259,7 +229,7 @@ def joint_tables(rows: pd.DataFrame) -> list[Table]:
     columns = _mean_columns(rows, detectors, JOINT)
     if not columns:
         return []
-    risk = near_far_means(rows, RISK90)[judged_sets(rows)].reindex(detectors).dropna()
+    risk = near_far_means(rows, results.RISK90)[judged_sets(rows)].reindex(detectors).dropna()
     notes = [
         f"With {label(name)}, if 90 % of the ID samples are accepted, {100 * value:.1f} % of the accepted are wrong or "
         "unknown (risk90), with as many OOD samples as in the test sets."
@@ -326,7 +296,7 @@ def numbers_of(rows: pd.DataFrame, detectors: Sequence[str], metric: str, ood: s
 def decision_of(rows: pd.DataFrame, detector: str) -> tuple[float, float]:
     """Level of false alarms and threshold of a detector; both are NaN if it makes no decisions."""
     alpha = next(iter(levels(select(rows, detector=detector, status="ok"))), math.nan)
-    return alpha, float(numbers_of(rows, [detector], at_level(THRESHOLD, alpha)).loc[detector, "value"])
+    return alpha, float(numbers_of(rows, [detector], at_level(results.THRESHOLD, alpha)).loc[detector, "value"])
 
 
 def comparison_table(rows: pd.DataFrame, heading: str) -> Table:
@@ -342,7 +312,7 @@ def comparison_table(rows: pd.DataFrame, heading: str) -> Table:
         if len(sets) > 1 and distance in sets.values():
             columns[Column(f"{distance} mean")] = number_cells(means[distance], percent, best="highest")
     columns |= _mean_columns(rows, detectors, [FPR95])
-    for title, metric in (("fit", FIT_SECONDS), ("score", SCORE_SECONDS)):
+    for title, metric in (("fit", results.FIT_SECONDS), ("score", results.SCORE_SECONDS)):
         columns[Column(title, "(s)")] = number_cells(numbers_of(rows, detectors, metric)["value"], "{:.2f}".format)
     notes = _notes(rows)
     if sets or not detectors:
@@ -355,7 +325,7 @@ def comparison_table(rows: pd.DataFrame, heading: str) -> Table:
 
 def best_of(metric: str) -> Best:
     """Whether the highest or the lowest number of a metric is the best."""
-    lowest = (FPR95, *SECONDS, *JOINT[1:], FALSE_ALARMS)  # of the joint ones, the first is OSCR
+    lowest = (FPR95, *results.SECONDS, *JOINT[1:], FALSE_ALARMS)  # of the joint ones, the first is OSCR
     return "lowest" if metric.partition("@")[0] in lowest else "highest"
 
 
@@ -363,7 +333,7 @@ def _mean_columns(rows: pd.DataFrame, detectors: Sequence[str], metrics: Iterabl
     """A column for each metric that there is: its mean over the judged OOD sets, or the number itself of AURC."""
     judged, columns = judged_sets(rows), {}
     for metric in metrics:
-        of_id = metric == AURC
+        of_id = metric == results.AURC
         values = numbers_of(rows, detectors, metric)["value"] if of_id else near_far_means(rows, metric)[judged]
         if values.notna().any():
             column = Column(metric.removesuffix("TPR"), "" if of_id or len(ood_sets(rows)) == 1 else f"({judged})")
@@ -390,8 +360,8 @@ def _share_cells(rows: pd.DataFrame, detectors: Sequence[str], metric: str, ood:
 
 
 def _decision_table(rows: pd.DataFrame, alpha: float) -> Table:
-    names = [at_level(metric, alpha) for metric in (THRESHOLD, FALSE_ALARMS, SHIFT_ALARMS, DETECTED)]
-    threshold, alarms, shifted, detected = names
+    metrics = results.THRESHOLD, FALSE_ALARMS, results.SHIFT_ALARMS, results.DETECTED
+    names = threshold, alarms, shifted, detected = [at_level(metric, alpha) for metric in metrics]
     decided = select(rows, metric=alarms, status="ok")
     detectors = [name for name in ranking(rows) if name in set(decided["detector"])]
     # a remark there says that the promise is not kept
@@ -415,7 +385,7 @@ def _notes(rows: pd.DataFrame) -> list[str]:
             notes.append(f"Accuracy on the in-distribution test set: {percent(row.value)} %{remark}.")
         elif row.reason:
             notes.append(f"No accuracy: {row.reason}.")
-    for row in select(rows, metric=SHIFT_ACCURACY, status="ok").itertuples():
+    for row in select(rows, metric=results.SHIFT_ACCURACY, status="ok").itertuples():
         notes.append(f"Accuracy on {row.ood}, in-distribution under a covariate shift: {percent(row.value)} %.")
     rated = select(rows, metric=AUROC, status="ok")
     for name, part in rated[rated["high"].fillna(rated["value"]) < 0.5].groupby("detector", sort=False):
@@ -423,12 +393,12 @@ def _notes(rows: pd.DataFrame) -> list[str]:
         sets = ", ".join(unique(part, "ood"))
         notes.append(f"Below chance: {label(name)} on {sets} ranks OOD samples below ID ones{why}.")
     decides = rows["metric"].str.contains("@")
-    openings: dict[Status, str] = {"ok": "Remark", "failed": "Failed", "skipped": "Not supported"}
+    openings: dict[results.Status, str] = {"ok": "Remark", "failed": "Failed", "skipped": "Not supported"}
     notes += [note for status, opening in openings.items() for note in _reasons(rows[~decides], status, opening)]
     return notes + _reasons(rows[decides], "skipped", "No decisions")
 
 
-def _reasons(rows: pd.DataFrame, status: Status, opening: str) -> list[str]:
+def _reasons(rows: pd.DataFrame, status: results.Status, opening: str) -> list[str]:
     """A line for each reason, with the detectors that it is about."""
     about = rows[(rows["status"] == status) & (rows["detector"] != "") & (rows["reason"] != "")]
     return [
@@ -478,33 +448,18 @@ def choose(rows: pd.DataFrame, scores: Scores | None = None) -> Choice | None:
     rivals = _rivals(best, scored, names, ranked) if best in scored else None
     alpha, _ = decision_of(rows, best)
     alarms = numbers_of(rows, [best], at_level(FALSE_ALARMS, alpha)).loc[best]
-    detected = select(rows, detector=best, metric=at_level(DETECTED, alpha))
+    detected = select(rows, detector=best, metric=at_level(results.DETECTED, alpha))
     share = detected.loc[detected["ood"].isin(names), "value"].mean(skipna=False)
     area = near_far_means(rows).loc[best, judged]
     return Choice(best, judged, area, rivals, alpha, share, alarms["value"], (alarms["low"], alarms["high"]))
 
 
 def advice(choice: Choice | None) -> list[str]:
-    """Why this detector, in sentences."""
+    """Why this detector, in words; none without a choice."""
     if choice is None:
         return []
-    sets = "near-OOD sets" if choice.judged == "near" else "OOD sets"
-    lines = [f"{label(choice.detector)} ranks OOD above ID samples best, by its mean AUROC over the {sets}."]
-    if choice.rivals:
-        names = ", ".join(map(label, choice.rivals))
-        lines.append(
-            f"These samples do not tell it from {names}: chance alone could make such a difference, so the simplest or "
-            "fastest of them will do."
-        )
-    if choice.rivals is None:
-        lines.append("Whether others are as good was not tested: there are no scores.")
-    if choice.alarms_interval[0] > choice.alpha:
-        lines.append(
-            "It flags more of the ID test set than requested: the validation data that set the threshold are not "
-            "like the test data, or the training chose its weights by them."
-        )
-    lines.append("It was chosen by the test sets shown here; OOD data of another kind may have another order.")
-    return lines
+    lines = render("advice.txt", choice=choice, label=label).splitlines()
+    return [line.strip() for line in lines]
 
 
 def _rivals(best: str, scores: Scores, names: Sequence[str], ranked: Sequence[str]) -> list[str]:
