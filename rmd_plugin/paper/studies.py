@@ -28,11 +28,7 @@ from rmd_plugin.report.tables import label
 Arrays = dict[str, np.ndarray]
 Record = dict[str, Any]
 
-_GAUSSIANS: dict[str, type[RMD | Mahalanobis | MarginalMahalanobis]] = {
-    "mahalanobis": Mahalanobis,
-    "rmd": RMD,
-    "marginal": MarginalMahalanobis,
-}
+_GAUSSIANS: dict[str, Any] = {"mahalanobis": Mahalanobis, "rmd": RMD, "marginal": MarginalMahalanobis}
 #: float64 numbers that are handled at once: what fits a cache
 _BLOCK = 2**20
 
@@ -114,7 +110,7 @@ class StudyResult:
     def add_number(self, run: Run, metric: str, ours: float, detector: str = "", **about: Any) -> None:
         """Add a number of a run beside that of :data:`rmd_plugin.paper.published.TEXT`, if there is one."""
         benchmark = run.benchmark.partition(":")[0]  # genomics has sources
-        paper = TEXT.get((self.study, benchmark), {}).get(metric, math.nan)
+        paper = TEXT.get(self.study, {}).get(benchmark, {}).get(metric, math.nan)
         about = {"paper": paper, "setting": run.setting or run.label, "reason": run.reason, **about}
         self.numbers.append(paper_number(run.label, metric, ours=ours, detector=detector, **about))
 

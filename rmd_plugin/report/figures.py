@@ -70,9 +70,7 @@ def house_style() -> Iterator[None]:
         yield
 
 
-def new_panels(
-    count: int, size: tuple[float, float], columns: int = 1, *, title: str = ""
-) -> tuple[Figure, list[Axes]]:
+def new_panels(count: int, size: tuple[float, float], columns: int = 1, title: str = "") -> tuple[Figure, list[Axes]]:
     """A figure of equal panels, at most ``columns`` beside each other, each of so many inches."""
     columns = max(min(count, columns), 1)
     lines = max(-(-count // columns), 1)
@@ -115,9 +113,7 @@ def set_colours(distances: Mapping[str, str]) -> dict[str, str]:
     return {name: next(colours[distance]) for name, distance in distances.items()}
 
 
-def save_figure(
-    figure: Figure, stem: str | os.PathLike[str], *, formats: tuple[str, ...] = ("png", "pdf")
-) -> list[Path]:
+def save_figure(figure: Figure, stem: str | os.PathLike[str], formats: Sequence[str] = ("png", "pdf")) -> list[Path]:
     """Write a figure as ``stem.png`` and so on, and return the files. Equal figures give equal files."""
     logging.getLogger("fontTools").setLevel(logging.WARNING)  # the PDF writer tells about every font table
     undated: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
@@ -299,8 +295,6 @@ def history_sets(history: Sequence[Mapping[str, Any]]) -> list[str]:
 @house_style()
 def epochs_figure(
     history: Sequence[Mapping[str, Any]],
-    sets: Sequence[str] | None = None,
-    *,
     detectors: Sequence[str] | None = None,
     distances: Mapping[str, str] | None = None,
 ) -> Figure:
@@ -308,11 +302,10 @@ def epochs_figure(
 
     Args:
         history: rows with epoch, step, detector, ood, metric and value, as a monitor keeps them.
-        sets: the OOD sets, or ``mean``; by default :func:`history_sets`.
         detectors: those that have a name, as far as there is room; by default as they appear. The others are grey.
         distances: OOD set -> ``near`` or ``far``, for its heading.
     """
-    sets = history_sets(history) if sets is None else sets
+    sets = history_sets(history)
     rows = pd.DataFrame([row for row in history if row["ood"] in sets and row["metric"] == AUROC])
     drawn = list(rows["detector"].unique()) if len(rows) else []
     named = [name for name in (drawn if detectors is None else detectors) if name in drawn][:_NAMED]

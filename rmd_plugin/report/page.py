@@ -202,7 +202,7 @@ def _over_training(rows: pd.DataFrame, history: Sequence[Mapping[str, Any]]) -> 
     detectors = list(dict.fromkeys([*ranked[:1], *OURS[:2], *ranked, *(row["detector"] for row in fitted)]))
     return [
         picture(
-            figures.epochs_figure(fitted, [name], detectors=detectors, distances=distances),
+            figures.epochs_figure([row for row in fitted if row["ood"] == name], detectors, distances),
             f"AUROC over the epochs: {set_title(name, distances)}",
         )
         for name in figures.history_sets(fitted)
@@ -234,56 +234,34 @@ class ScoringRun:
     interrupted: bool = False
 
 
-@dataclass(frozen=True)
 class ScoreSummary:
-    """What is known about all rows of a table of scores together."""
+    """What is known about all rows of ``scores.parquet`` together."""
 
-    numbers: pd.DataFrame  #: columns score, p_value and is_ood of every row
-    scored: int  #: rows with a score, one that is no number included
-    flagged: int
-    nan: int  #: scores that are no number; they are flagged
-    classes: pd.DataFrame  #: columns Scored and Flagged by class, the most flagged first
-    highest: pd.DataFrame  #: rows of the table with a column name, the most unknown first
-    lowest: pd.DataFrame  #: the most ordinary first
-    reasons: pd.DataFrame  #: columns Sample and Reason
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        import pyarrow.dataset as ds  # type: ignore[import-untyped]
 
-    @property
-    def broken(self) -> int:
-        """Rows without a score."""
-        return len(self.numbers) - self.scored
-
-    @property
-    def share(self) -> float:
-        """Share of the scored that were flagged; NaN if nothing was scored."""
-        return self.flagged / self.scored if self.scored else math.nan
-
-
-def summarise_scores(path: str | os.PathLike[str]) -> ScoreSummary:
-    """Read ``scores.parquet``."""
-    import pyarrow.dataset as ds  # type: ignore[import-untyped]
-
-    table = ds.dataset(path, format="parquet")
-    name = table.schema.names[0]
-    numbers = table.to_table(columns=["score", "p_value", "is_ood", "class"]).to_pandas()
-    numbers["is_ood"] = numbers["is_ood"].eq(True).astype(bool)
-    numbers["Scored"], numbers["Flagged"] = numbers["score"].notna() | numbers["is_ood"], numbers["is_ood"]
-    classes = numbers.groupby("class")[["Scored", "Flagged"]].sum()
-    ordered = numbers["score"].dropna().sort_values(kind="stable").index.to_numpy()
-    reasons = table.to_table(columns=[name, "reason"], filter=ds.field("reason").is_valid()).to_pandas()
-
-    def rows_at(places: np.ndarray) -> pd.DataFrame:
-        return table.take(places).to_pandas().rename(columns={name: "name"})
-
-    return ScoreSummary(
-        numbers,
-        scored=int(numbers["Scored"].sum()),
-        flagged=int(numbers["is_ood"].sum()),
-        nan=int((numbers["score"].isna() & numbers["is_ood"]).sum()),
-        classes=classes.sort_values(["Flagged", "Scored"], ascending=False, kind="stable"),
-        highest=rows_at(ordered[::-1][:EXTREMES]),
-        lowest=rows_at(ordered[:EXTREMES]),
-        reasons=reasons.set_axis(["Sample", "Reason"], axis=1),
-    )
+        table = ds.dataset(path, format="parquet")
+        name = table.schema.names[0]
+        numbers = table.to_table(columns=["score", "p_value", "is_ood", "class"]).to_pandas()
+        numbers["is_ood"] = numbers["is_ood"].eq(True).astype(bool)
+        numbers["Scored"], numbers["Flagged"] = numbers["score"].notna() | numbers["is_ood"], numbers["is_ood"]
+        self.numbers = numbers  #: columns score, p_value and is_ood of every row
+        self.scored = int(numbers["Scored"].sum())  #: rows with a score, one that is no number included
+        self.broken = len(numbers) - self.scored  #: rows without a score
+        self.flagged = int(numbers["is_ood"].sum())
+        self.share = self.flagged / self.scored if self.scored else math.nan  #: of the scored that were flagged
+        self.nan = int((numbers["score"].isna() & numbers["is_ood"]).sum())  #: scores that are no number; flagged
+        classes = numbers.groupby("class")[["Scored", "Flagged"]].sum()
+        #: columns Scored and Flagged by class, the most flagged first
+        self.classes = classes.sort_values(["Flagged", "Scored"], ascending=False, kind="stable")
+        ordered = numbers["score"].dropna().sort_values(kind="stable").index.to_numpy()
+        #: rows of the table with a column name: the most unknown first, the most ordinary first
+        self.highest, self.lowest = (
+            table.take(places[:EXTREMES]).to_pandas().rename(columns={name: "name"})
+            for places in (ordered[::-1], ordered)
+        )
+        reasons = table.to_table(columns=[name, "reason"], filter=ds.field("reason").is_valid())
+        self.reasons = reasons.to_pandas().set_axis(["Sample", "Reason"], axis=1)  #: of rows without a score
 
 
 #: names of samples -> what they look like: a thumbnail or the text, as far as there is one

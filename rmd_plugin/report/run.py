@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -87,10 +86,9 @@ class RunStatus:
     def seconds(self) -> float:
         """How long the run took, or has taken so far; NaN if that is not known."""
         ended = _now() if self.state == "running" else self.ended
-        try:
-            return (datetime.fromisoformat(ended) - datetime.fromisoformat(self.started)).total_seconds()
-        except ValueError:
+        if not ended or not self.started:
             return math.nan
+        return (datetime.fromisoformat(ended) - datetime.fromisoformat(self.started)).total_seconds()
 
 
 class RunFolder:
@@ -276,14 +274,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
     """Turn SIGTERM, which ends a process without a word, into SystemExit; Lightning keeps handlers that it meets."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
@@ -359,8 +353,7 @@ def collect_versions() -> dict[str, Any]:
             packages[name] = metadata.version(name)
     checkout = Path(__file__).resolve().parents[2]
     commits = {"project_commit": git_commit(Path.cwd())}
-    if (checkout / ".git").exists():
-        commits["commit"] = git_commit(checkout)
+    commits |= {"commit": git_commit(checkout)} if (checkout / ".git").exists() else {}
     known = {name: commit for name, commit in commits.items() if commit}
     return {"python": platform.python_version(), "platform": platform.platform(), "packages": packages, **known}
 

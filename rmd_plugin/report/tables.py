@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 Best = Literal["highest", "lowest"]
+Show = Callable[[float], str]
+Names = Iterable[str]
 Judged = Literal["near", "all"]
 
 #: detectors of this package; the others come from pytorch-ood or from the user
@@ -94,12 +97,7 @@ def detector_table(
 
 
 def number_cells(
-    values: pd.Series,
-    show: Callable[[float], str],
-    details: Iterable[str] | None = None,
-    *,
-    best: Best | None = None,
-    eligible: Iterable[str] | None = None,
+    values: pd.Series, show: Show, details: Iterable[str] = (), best: Best | None = None, eligible: Names | None = None
 ) -> list[Cell]:
     """Numbers by detector as cells: NaN is a dash, and what reads like the best is bold, unless it stands alone.
 
@@ -109,7 +107,7 @@ def number_cells(
     top = show(rated.min() if best == "lowest" else rated.max()) if best and values.count() > 1 else None
     return [
         Cell("–") if math.isnan(value) else Cell(show(value), name in rated and show(value) == top, detail)
-        for (name, value), detail in zip(values.items(), details or [""] * len(values), strict=True)
+        for (name, value), detail in zip_longest(values.items(), details, fillvalue="")
     ]
 
 
@@ -342,7 +340,7 @@ def _mean_columns(rows: pd.DataFrame, detectors: Sequence[str], metrics: Iterabl
 
 
 def _set_columns(
-    rows: pd.DataFrame, detectors: Sequence[str], metric: str, title: str, eligible: Iterable[str] | None = None
+    rows: pd.DataFrame, detectors: Sequence[str], metric: str, title: str, eligible: Names | None = None
 ) -> dict[Column, list[Cell]]:
     """A column of a metric for each OOD set, under the title and its name where there is but one."""
     sets = ood_sets(rows)

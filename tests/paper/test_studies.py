@@ -14,7 +14,7 @@ from rmd_plugin import PartialMahalanobis
 from rmd_plugin.compare.rows import make_row, make_rows
 from rmd_plugin.paper import studies
 from rmd_plugin.paper.figures import make_figures
-from rmd_plugin.paper.published import CIFAR10, CIFAR100, GENOMICS, TABLES, TEXT
+from rmd_plugin.paper.published import TABLES, TEXT
 from rmd_plugin.paper.simulation import limit_auroc, simulated_run, simulation_study
 from rmd_plugin.report.figures import save_figure
 
@@ -25,7 +25,8 @@ TOY_SIMULATION = {
 }  # fmt: skip
 
 
-TRAINING = TEXT["robustness", "genomics"]
+CIFAR100, CIFAR10, GENOMICS = TABLES["table1"]
+TRAINING = TEXT["robustness"]["genomics"]
 
 
 def make_run(**changes):
@@ -73,16 +74,16 @@ def by_metric(result):
 
 
 def test_every_line_of_a_table_appears_with_a_number_or_a_reason():
-    absent = {f"{CIFAR10}, WRN-28-10": "no GPU"}
-    result = studies.table_study("table1", [make_cell(f"{CIFAR100}, WRN-28-10")], absent)
+    absent = {CIFAR10: "no GPU"}
+    result = studies.table_study("table1", [make_cell(CIFAR100)], absent)
     numbers = pd.DataFrame(result.numbers).set_index(["line", "metric"])
     assert set(numbers.index.get_level_values(0)) == set(TABLES["table1"])
-    ours = numbers.loc[f"{CIFAR100}, WRN-28-10", "AUROC of RMD"]
+    ours = numbers.loc[CIFAR100, "AUROC of RMD"]
     assert (ours.paper, ours.ours, ours.setting, ours.reason) == (81.01, 80.0, "a small net", "less data")
-    assert numbers.loc[f"{CIFAR100}, WRN-28-10", "accuracy"].ours == 90
-    assert math.isnan(numbers.loc[f"{CIFAR100}, WRN-28-10", "AUROC of MSP"].ours)  # it has no row
-    assert numbers.loc[f"{CIFAR10}, WRN-28-10", "AUROC of MD"].reason == "no GPU"
-    assert "scale=paper" in numbers.loc[f"{GENOMICS}, 1-D CNN", "AUROC of MD"].reason
+    assert numbers.loc[CIFAR100, "accuracy"].ours == 90
+    assert math.isnan(numbers.loc[CIFAR100, "AUROC of MSP"].ours)  # it has no row
+    assert numbers.loc[CIFAR10, "AUROC of MD"].reason == "no GPU"
+    assert "scale=paper" in numbers.loc[GENOMICS, "AUROC of MD"].reason
 
 
 def test_a_training_is_compared_at_the_best_of_md_and_at_the_end():
@@ -196,7 +197,7 @@ def results():
         "partial": studies.partial_study([run]),
         "flows": studies.flow_study([run], {"max_epochs": 0}),
         "robustness": studies.robustness_study([make_training()]),
-        "table1": studies.table_study("table1", [make_cell(f"{CIFAR100}, WRN-28-10")], {}),
+        "table1": studies.table_study("table1", [make_cell(CIFAR100)], {}),
     }
 
 

@@ -99,14 +99,14 @@ def test_calibration_shows_the_share_of_the_test_set_that_is_flagged():
 def test_curves_over_epochs_stand_at_their_values_and_are_named_by_where_they_end():
     values = {"rmd": [0.8, math.nan, 0.9], "knn": [0.7, 0.75, 0.72], "mine": [0.5, 0.5, 0.5]}
     history = [observed(name, "a", epoch, value) for name, curve in values.items() for epoch, value in enumerate(curve)]
-    (axes,) = epochs_figure(history, ["a"], detectors=["knn", "rmd", "msp"], distances={"a": "near"}).axes
+    (axes,) = epochs_figure(history, detectors=["knn", "rmd", "msp"], distances={"a": "near"}).axes
     lines = {line.get_color(): line for line in axes.lines}
     assert np.allclose(lines[colour("rmd")].get_ydata(), [80, math.nan, 90], equal_nan=True)
     assert list(lines[colour("knn")].get_xdata()) == [1, 2, 3]
     assert legend(axes) == ["RMD", "KNN"]
     assert axes.get_title(loc="left") == "a (near)"
     within = [{**row, "epoch": 0} for row in history]
-    assert epochs_figure(within, ["a"]).axes[0].get_xlabel() == "step"
+    assert epochs_figure(within).axes[0].get_xlabel() == "step"
 
 
 def test_every_ood_set_has_a_panel_and_their_mean_the_first():

@@ -19,11 +19,11 @@ from rmd_plugin.compare.rows import make_rows
 from rmd_plugin.guard.score import score_schema
 from rmd_plugin.report.page import (
     EXTREMES,
+    ScoreSummary,
     ScoringRun,
     collect_samples,
     preview,
     render_report,
-    summarise_scores,
     thumbnail,
     write_report,
     write_scores_page,
@@ -222,7 +222,7 @@ def scores_page(path, summary, previews=lambda names: {}, **options):
 
 def test_the_summary_of_scores_is_that_of_pandas(tmp_path):
     frame = write_table(tmp_path / "s.parquet")
-    summary = summarise_scores(tmp_path / "s.parquet")
+    summary = ScoreSummary(tmp_path / "s.parquet")
     scored, broken = frame[frame["score"].notna()], frame[frame["reason"].notna()]
     flagged = int((scored["score"] > 1.5).sum())
     assert (len(summary.numbers), summary.scored, summary.flagged, summary.nan) == (400, len(scored), flagged, 0)
@@ -248,7 +248,7 @@ def test_any_scores_have_a_page(tmp_path, scores):
     ]
     table = pa.Table.from_pylist([*records, {"path": "x", "reason": "cut"}], schema=score_schema("path"))
     pq.write_table(table, tmp_path / "s.parquet")
-    summary = summarise_scores(tmp_path / "s.parquet")
+    summary = ScoreSummary(tmp_path / "s.parquet")
     assert (summary.scored, summary.broken) == (len(scores), 1)
     text = plain(scores_page(tmp_path, summary, interrupted=True))
     assert ("score that is not a number" in text) == any(score != score for score in scores)
@@ -256,7 +256,7 @@ def test_any_scores_have_a_page(tmp_path, scores):
 
 def test_pictures_and_texts_of_samples_are_shown_and_escaped(tmp_path):
     write_table(tmp_path / "s.parquet", broken=0)
-    summary = summarise_scores(tmp_path / "s.parquet")
+    summary = ScoreSummary(tmp_path / "s.parquet")
     image = thumbnail(Image.new("RGB", (400, 300)), EVIL)
     first = summary.highest["name"][0]
     page = scores_page(tmp_path, summary, lambda names: {first: image, summary.lowest["name"][0]: EVIL * 30})
