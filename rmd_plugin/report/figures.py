@@ -32,6 +32,9 @@ from rmd_plugin.report.tables import LABELS, OURS, label, near_first, ood_sets, 
 if TYPE_CHECKING:
     from rmd_plugin.report.summary import Summary
 
+#: rows with stage, epoch, step, detector, ood, metric and value, as a monitor keeps them
+History = Sequence[Mapping[str, Any]]
+
 #: Okabe and Ito's colours, which people with any kind of colour vision tell apart
 PALETTE = {
     "blue": "#0072B2", "black": "#000000", "vermilion": "#D55E00", "green": "#009E73", "orange": "#E69F00",
@@ -53,7 +56,7 @@ _PANEL = (6.0, 3.9)
 #: name that the monitor gives to the mean over the OOD sets
 MEAN = "mean"
 #: detectors that have a colour and a name in one figure
-_NAMED = 12
+NAMED = 12
 #: up to which level of false alarms calibration is drawn: beyond, nobody decides
 _LEVELS = 0.2
 #: scores further from the bulk than so many times its width are counted in the outermost bins
@@ -284,7 +287,7 @@ def roc_points(id_scores: np.ndarray, ood_scores: np.ndarray, points: int = 400)
 # -- of one run -------------------------------------------------------------------------------------------------------
 
 
-def history_sets(history: Sequence[Mapping[str, Any]]) -> list[str]:
+def history_sets(history: History) -> list[str]:
     """OOD sets that have curves of AUROC, their mean first; of one set the mean is the same curve and left out."""
     sets = list(dict.fromkeys(str(row["ood"]) for row in history if row["metric"] == AUROC and row["ood"]))
     if len(sets) == 2:
@@ -294,21 +297,19 @@ def history_sets(history: Sequence[Mapping[str, Any]]) -> list[str]:
 
 @house_style()
 def epochs_figure(
-    history: Sequence[Mapping[str, Any]],
-    detectors: Sequence[str] | None = None,
-    distances: Mapping[str, str] | None = None,
+    history: History, detectors: Sequence[str] = (), distances: Mapping[str, str] | None = None
 ) -> Figure:
     """AUROC over the epochs, one panel per OOD set, one line per detector; a gap where it is missing.
 
     Args:
-        history: rows with epoch, step, detector, ood, metric and value, as a monitor keeps them.
-        detectors: those that have a name, as far as there is room; by default as they appear. The others are grey.
+        history: of the monitor.
+        detectors: those that have a name, as far as there is room; without any, all. The others are grey.
         distances: OOD set -> ``near`` or ``far``, for its heading.
     """
     sets = history_sets(history)
     rows = pd.DataFrame([row for row in history if row["ood"] in sets and row["metric"] == AUROC])
     drawn = list(rows["detector"].unique()) if len(rows) else []
-    named = [name for name in (drawn if detectors is None else detectors) if name in drawn][:_NAMED]
+    named = [name for name in detectors or drawn if name in drawn][:NAMED]
     figure, grid = new_panels(len(sets), _PANEL, columns=3)
     for axes, ood in zip(grid, sets, strict=True):
         mine = rows[rows["ood"] == ood]

@@ -21,7 +21,7 @@ from rmd_plugin.files import replacing
 from rmd_plugin.report import figures, tables
 from rmd_plugin.report.figures import DASHES, PALETTE
 from rmd_plugin.report.run import CONFIG, ID, REPORT, RunFolder, Scores, describe_error
-from rmd_plugin.report.tables import OURS, interval, label, near_first, ood_sets, percent, ranking, set_title
+from rmd_plugin.report.tables import interval, label, near_first, ood_sets, percent, ranking, set_title
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -195,11 +195,10 @@ def render_report(run: RunFolder) -> str:
     )
 
 
-def _over_training(rows: pd.DataFrame, history: Sequence[Mapping[str, Any]]) -> list[Picture]:
+def _over_training(rows: pd.DataFrame, history: figures.History) -> list[Picture]:
     fitted = [row for row in history if row["metric"] == AUROC and row["ood"] and row["stage"] == "fit"]
-    distances, ranked = ood_sets(rows), ranking(rows)
-    # the best of the table have a colour, and RMD and MD in every picture
-    detectors = list(dict.fromkeys([*ranked[:1], *OURS[:2], *ranked, *(row["detector"] for row in fitted)]))
+    distances = ood_sets(rows)
+    detectors = figures.choose_detectors(rows, figures.NAMED)
     return [
         picture(
             figures.epochs_figure([row for row in fitted if row["ood"] == name], detectors, distances),

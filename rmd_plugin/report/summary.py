@@ -169,11 +169,6 @@ class Summary:
         return self.values.groupby(level=["group", "ood"], sort=False).mean()
 
     @cached_property
-    def deviations(self) -> pd.DataFrame:
-        """Sample standard deviation over the seeds, as :attr:`means`; NaN for fewer than two."""
-        return self.values.groupby(level=["group", "ood"], sort=False).std()
-
-    @cached_property
     def judged(self) -> pd.DataFrame:
         """Of :attr:`means`, for each group that over the near-OOD sets where there are any, else over all."""
         keys = [key for key in zip(self.groups.index, self.groups["judged"], strict=True) if key in self.means.index]
@@ -305,11 +300,7 @@ def write_summary(summary: Summary, folder: str | os.PathLike[str]) -> list[Path
     target.mkdir(parents=True, exist_ok=True)
     cost = cost_figure(summary)
     overall, each = overall_tables(summary), group_tables(summary)
-    records = [
-        {**run.about, "run": os.path.relpath(run.path, target), "setting": run.setting}
-        | {"outcome": run.outcome, "reason": run.reason}
-        for run in summary.runs
-    ]
+    records = [{**run.about, **vars(run), "run": os.path.relpath(run.path, target)} for run in summary.runs]
     runs = pd.DataFrame(records, columns=["run", *_GROUP, "seed", "outcome", "reason"], dtype=object).fillna("")
     missing = frame_table(runs[runs["outcome"] != "done"], "Runs without results")
     drawn = [] if cost is None else [picture(cost, f"{summary.metric} of each detector against its time to score")]
@@ -367,10 +358,11 @@ def overall_tables(summary: Summary) -> list[Table]:
     def signed(value: float) -> str:
         return show(value, "+")
 
+    deviations = summary.values.groupby(level=["group", "ood"], sort=False).std()
     columns = {}
     for group in groups.itertuples():
         key = (group.Index, group.judged)
-        means, spreads = (frame.reindex([key])[overall.index].iloc[0] for frame in (summary.means, summary.deviations))
+        means, spreads = (frame.reindex([key])[overall.index].iloc[0] for frame in (summary.means, deviations))
         details = ["" if math.isnan(spread) else f"± {show(spread)}" for spread in spreads]
         about = ", ".join(filter(None, (group.backbone, group.setting, "" if group.judged == NEAR else "all sets")))
         columns[Column(group.benchmark, f"({about})")] = number_cells(means, show, details, best=summary.best)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
@@ -12,17 +11,15 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from rmd_plugin.compare import rows as results
 from rmd_plugin.compare.rows import ACCURACY, AUROC, FALSE_ALARMS, FPR95, JOINT, at_level, levels, select, unique
 from rmd_plugin.report.run import ID, Scores
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 Best = Literal["highest", "lowest"]
 Show = Callable[[float], str]
@@ -124,26 +121,20 @@ _LATEX = str.maketrans(
 )
 
 
-@functools.cache
-def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("rmd_plugin.report"),
-        autoescape=lambda name: name is None or name.endswith((".html", ".css")),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"markdown": markdown_text, "label": label}
-    environment.filters["latex"] = lambda text: text.translate(_LATEX)
-    return environment
+_TEMPLATES = Environment(
+    loader=PackageLoader("rmd_plugin.report"),
+    autoescape=lambda name: name is None or name.endswith((".html", ".css")),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+_TEMPLATES.filters |= {"markdown": markdown_text, "label": label, "latex": lambda text: text.translate(_LATEX)}
 
 
 def render(template: str, **content: Any) -> str:
     """A template of the folder ``templates`` filled in; in HTML every text is escaped."""
-    return _environment().get_template(template).render(content)
+    return _TEMPLATES.get_template(template).render(content)
 
 
 def to_markdown(table: Table) -> str:
