@@ -231,9 +231,8 @@ def histogram_panel(axes: Axes, samples: Mapping[str, np.ndarray], colours: Mapp
             axes.stairs(shares, edges, fill=True, alpha=0.35, color=colours[name])
         text_of_set = "in-distribution" if name == ID else name
         axes.stairs(shares, edges, linewidth=1.2 if name == ID else 2.2, label=text_of_set, color=colours[name])
-    axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    axes.set_xlim(edges[0], edges[-1])
+    axes.set(xlim=(edges[0], edges[-1]), yticks=[])
     axes.set_xlabel(text, fontsize=SMALL)
     axes.locator_params(axis="x", nbins=4)
     if samples:

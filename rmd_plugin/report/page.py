@@ -330,9 +330,8 @@ def _score_pictures(summary: ScoreSummary, run: ScoringRun) -> list[Picture]:
             widths, counts = np.diff(run.validation["edges"]), np.array(run.validation["counts"])
             heights = len(scores) * counts / counts.sum() * (edges[1] - edges[0]) / widths
             axes.stairs(heights, run.validation["edges"], color="black", label="the guard's validation data")
-        p_axes.hist(
-            numbers["p_value"], list(np.linspace(0, 1, _P_BINS + 1)), color=PALETTE["sky"], label="scored samples"
-        )
+        p_edges = list(np.linspace(0, 1, _P_BINS + 1))
+        p_axes.hist(numbers["p_value"], p_edges, color=PALETTE["sky"], label="scored samples")
         p_axes.axhline(len(scores) / _P_BINS, color="black", linewidth=1.4, label="if all were in-distribution")
         axes.set(xlim=(edges[0], edges[-1]), xlabel="score, higher = more OOD", ylabel="samples")
         p_axes.set(xlim=(0.0, 1.0), xlabel="p-value, lower = more OOD", ylabel="samples")
@@ -342,9 +341,6 @@ def _score_pictures(summary: ScoreSummary, run: ScoringRun) -> list[Picture]:
             panel.locator_params(axis="both", nbins=6)
             # above the panel, where no bar can be behind it
             panel.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.2)
-    p_alt = (
-        f"Histogram of the p-values: {share(summary.share)} are at most {run.alpha:g}, where in-distribution samples "
-        f"would have {100 * run.alpha:g} %"
-    )
+    p_alt = f"Histogram of the p-values: {share(summary.share)} are at most {run.alpha:g}"
     alt = f"Histogram of {summary.scored} scores, of which {summary.flagged} are flagged"
     return [picture(figure, alt), picture(p_figure, p_alt)]

@@ -121,10 +121,9 @@ class RunFolder:
     @property
     def done(self) -> bool:
         """Whether the run ended well and its rows are there, so that it need not run again."""
-        try:
+        with suppress(OSError, ValueError):
             return self.file(ROWS).is_file() and self.read_status().state == "done"
-        except (OSError, ValueError):
-            return False
+        return False
 
     @contextmanager
     def running(
@@ -360,16 +359,12 @@ def collect_versions() -> dict[str, Any]:
 
 def git_commit(folder: Path) -> str:
     """Commit of the checkout that a folder lies in, with ``+changes`` if tracked files differ; empty without one."""
-
-    def git(*words: str) -> str:
-        command = ["git", "--no-optional-locks", *words]
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True).stdout
-
+    command = ["git", "--no-optional-locks", "describe", "--always", "--abbrev=40", "--dirty=+changes", "--exclude=*"]
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD").strip() + ("+changes" if changed else "")
+        output = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):  # no git here, or no commit
         return ""
+    return output.strip()
 
 
 def _now() -> str:

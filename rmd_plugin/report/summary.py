@@ -183,13 +183,9 @@ class Summary:
         (``low``, ``high``); ``cost``, the time to score in times of the reference's.
         """
         ranks = self.judged.rank(axis=1, ascending=self.best == "lowest")
-        columns = {
-            "rank": ranks.mean(),
-            "count": ranks.count(),
-            "mean": self.judged.mean(skipna=False),
-            "some": self.judged.mean() * (1 if self.best == "lowest" else -1),
-        }
-        overall = pd.DataFrame(columns).query("count > 0").sort_values(["rank", "some"], kind="stable")
+        columns = {"rank": ranks.mean(), "count": ranks.count(), "mean": self.judged.mean(skipna=False)}
+        overall = pd.DataFrame(columns).assign(some=self.judged.mean() * (1 if self.best == "lowest" else -1))
+        overall = overall.query("count > 0").sort_values(["rank", "some"], kind="stable")
         times = _pivot(self.rows, SCORE_SECONDS).groupby(level="group").mean()
         if self.reference in times:
             overall["cost"] = np.exp(np.log(times.div(times[self.reference], axis=0)).mean(skipna=False))
@@ -332,10 +328,9 @@ def write_summary(summary: Summary, folder: str | os.PathLike[str]) -> list[Path
 
 def _numbers_frame(summary: Summary) -> pd.DataFrame:
     """One line per group, OOD set (or mean over sets) and detector, then one per detector over all groups."""
-    values = summary.values.melt(ignore_index=False, var_name="detector").groupby(
-        ["group", "ood", "detector"], sort=False
-    )
-    numbers = values["value"].agg(mean="mean", deviation="std", count="count").query("count > 0")
+    values = summary.values.melt(ignore_index=False, var_name="detector")
+    seeds = values.groupby(["group", "ood", "detector"], sort=False)["value"]
+    numbers = seeds.agg(mean="mean", deviation="std", count="count").query("count > 0")
     numbers = numbers.reset_index().merge(summary.groups[_GROUP], left_on="group", right_index=True)
     overall = summary.overall.rename_axis("detector").reset_index().assign(ood="overall")
     columns = [*_GROUP, "ood", "detector", "metric", "mean", "deviation", "count", "rank", *Difference._fields]
