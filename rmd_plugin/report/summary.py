@@ -142,37 +142,56 @@ class Difference(NamedTuple):
     high: float = math.nan
 
 
-@dataclass(frozen=True, eq=False)
 class Summary:
     """All runs in numbers of one metric, and against one reference detector.
 
-    Runs that differ in nothing but their seed form a group.
+    Runs that differ in nothing but their seed form a group. Of two runs with the same group, seed and detector the
+    newer one counts. Seeds that all gave the same numbers, to the last bit, are no sample and count as one. Runs that
+    are not done give no numbers and stay in the list.
+
+    Raises:
+        ValueError: if there are numbers, but none of this metric; the message lists those that there are.
     """
 
-    metric: str
-    reference: str
-    runs: Sequence[Run]  #: those without rows too
-    rows: pd.DataFrame  #: those that count, with the number of their group and run
-    #: a line for each: benchmark, backbone, setting, title, seeds, and ``judged``, the mean that counts
-    groups: pd.DataFrame
-    values: pd.DataFrame  #: a line for each group, OOD set (or mean over sets) and seed, a column for each detector
-    notes: Sequence[str] = ()  #: what was left out, one sentence each
-
-    @property
-    def best(self) -> Best:
-        """Whether the highest or the lowest number is the best."""
-        return tables.best_of(self.metric)
-
-    @cached_property
-    def means(self) -> pd.DataFrame:
-        """Mean over the seeds: a line for each group and OOD set, a column for each detector."""
-        return self.values.groupby(level=["group", "ood"], sort=False).mean()
-
-    @cached_property
-    def judged(self) -> pd.DataFrame:
-        """Of :attr:`means`, for each group that over the near-OOD sets where there are any, else over all."""
-        keys = [key for key in zip(self.groups.index, self.groups["judged"], strict=True) if key in self.means.index]
-        return self.means.loc[keys]
+    def __init__(self, runs: Sequence[Run], *, metric: str = AUROC, reference: str = "rmd") -> None:
+        self.runs, self.metric, self.reference = runs, metric, reference
+        self.best: Best = tables.best_of(metric)
+        self.notes: list[str] = []  #: what was left out, one sentence each
+        frames = [run.rows.assign(setting=run.setting, run=number, ended=run.ended) for number, run in enumerate(runs)]
+        empty = make_rows().assign(setting="", run=0, ended=0.0)
+        rows = pd.concat([frame for frame in frames if len(frame)] or [empty], ignore_index=True)
+        # a threshold is a score, which another detector's cannot be compared with
+        metrics = [name for name in rows[rows["detector"] != ""]["metric"].unique() if not name.startswith(THRESHOLD)]
+        if metrics and metric not in metrics:
+            raise ValueError(f"no run has the metric {metric!r}; there are {', '.join(metrics)}.")
+        rows["group"] = rows.groupby(_GROUP, sort=False).ngroup()
+        rows = rows.sort_values(["group", "seed", "ended"], kind="stable")
+        groups = rows.groupby("group")[_GROUP].first()
+        groups["seeds"] = rows.groupby("group")["seed"].agg(lambda seeds: list(seeds.unique()))
+        groups["title"] = [", ".join(filter(None, names)) for names in groups[_GROUP].itertuples(index=False)]
+        #: a line for each group: benchmark, backbone, setting, title, seeds, and ``judged``, the mean that counts
+        self.groups = groups
+        # runs of other detectors add to each other
+        newest = rows.groupby(["group", "seed", "detector"])["run"].transform("last")
+        older = rows.assign(newest=newest)[(rows["run"] != newest) & (rows["detector"] != "")]
+        for (group, seed, run), part in older.groupby(["group", "seed", "newest"], sort=False):
+            names = ", ".join(map(label, part["detector"].unique()))
+            where = f"{groups.loc[group, 'title']}, seed {seed}"
+            self.notes.append(f"{where}: run more than once ({names}); the newest counts, {runs[run].path}.")
+        self.rows = rows[rows["run"] == newest]  #: those that count, with the number of their group and run
+        values = _pivot(self.rows, metric)
+        rated = set(values.index.droplevel("seed"))
+        groups["judged"] = [NEAR if (group, NEAR) in rated else ALL for group in groups.index]
+        for group, part in values.groupby(level="group"):
+            title, seeds = groups.loc[group, ["title", "seeds"]]
+            if len(seeds) > 1 and (part.groupby(level="ood").nunique() <= 1).all(axis=None):
+                values = values.drop(part.index[part.index.get_level_values("seed") != seeds[0]])
+                self.notes.append(f"{title}: all seeds gave the same numbers; they count as one run.")
+        #: a line for each group, OOD set (or mean over sets) and seed, a column for each detector; means over the seeds
+        self.values, self.means = values, values.groupby(level=["group", "ood"], sort=False).mean()
+        keys = [key for key in zip(groups.index, groups["judged"], strict=True) if key in self.means.index]
+        #: of the means, for each group that over the near-OOD sets where there are any, else over all
+        self.judged = self.means.loc[keys]
 
     @cached_property
     def overall(self) -> pd.DataFrame:
@@ -198,48 +217,6 @@ class Summary:
             return Difference(math.nan)
         apart = self.values[detector] - self.values[self.reference]
         return paired_difference([apart.loc[key].dropna() for key in self.judged.index])
-
-
-def summarise(runs: Sequence[Run], *, metric: str = AUROC, reference: str = "rmd") -> Summary:
-    """Put runs together.
-
-    Of two runs with the same group, seed and detector the newer one counts. Seeds that all gave the same numbers, to
-    the last bit, are no sample and count as one. Runs that are not done give no numbers and stay in the list.
-
-    Raises:
-        ValueError: if there are numbers, but none of this metric; the message lists those that there are.
-    """
-    frames = [run.rows.assign(setting=run.setting, run=number, ended=run.ended) for number, run in enumerate(runs)]
-    rows = pd.concat([frame for frame in frames if len(frame)] or [make_rows().assign(setting="", run=0, ended=0.0)])
-    # a threshold is a score, which another detector's cannot be compared with
-    metrics = [name for name in rows.loc[rows["detector"] != "", "metric"].unique() if not name.startswith(THRESHOLD)]
-    if metrics and metric not in metrics:
-        raise ValueError(f"no run has the metric {metric!r}; there are {', '.join(metrics)}.")
-    rows["group"] = rows.groupby(_GROUP, sort=False).ngroup()
-    rows = rows.sort_values(["group", "seed", "ended"], kind="stable")
-    groups = rows.groupby("group").agg(
-        **{name: (name, "first") for name in _GROUP},
-        seeds=("seed", lambda seeds: list(seeds.unique())),
-    )
-    groups["title"] = [", ".join(filter(None, names)) for names in groups[_GROUP].itertuples(index=False)]
-    # runs of other detectors add to each other
-    rows["newest"] = rows.groupby(["group", "seed", "detector"])["run"].transform("last")
-    older = rows[(rows["run"] != rows["newest"]) & (rows["detector"] != "")]
-    notes = [
-        f"{groups.loc[group, 'title']}, seed {seed}: run more than once "
-        f"({', '.join(map(label, part['detector'].unique()))}); the newest counts, {runs[newest].path}."
-        for (group, seed, newest), part in older.groupby(["group", "seed", "newest"], sort=False)
-    ]
-    rows = rows[rows["run"] == rows["newest"]]
-    values = _pivot(rows, metric)
-    rated = set(values.index.droplevel("seed"))
-    groups["judged"] = [NEAR if (group, NEAR) in rated else ALL for group in groups.index]
-    for group, part in values.groupby(level="group"):
-        if len(groups.loc[group, "seeds"]) > 1 and (part.groupby(level="ood").nunique() <= 1).all(axis=None):
-            values = values.drop(part.index[part.index.get_level_values("seed") != groups.loc[group, "seeds"][0]])
-            title = groups.loc[group, "title"]
-            notes.append(f"{title}: all seeds gave the same numbers, nothing depends on them; they count as one run.")
-    return Summary(metric, reference, runs, rows, groups, values, notes)
 
 
 def _pivot(rows: pd.DataFrame, metric: str) -> pd.DataFrame:

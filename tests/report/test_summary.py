@@ -15,12 +15,12 @@ from rmd_plugin.report.figures import cost_figure
 from rmd_plugin.report.run import RunFolder
 from rmd_plugin.report.summary import (
     NEAR,
+    Summary,
     gather_runs,
     group_tables,
     overall_tables,
     paired_difference,
     read_run,
-    summarise,
     write_summary,
 )
 
@@ -94,7 +94,7 @@ def test_too_few_pairs_give_no_interval_and_no_spread_gives_a_point():
 
 def test_a_sweep_is_summarised_by_benchmark_and_over_all(sweep):
     folder, numbers = sweep
-    summary = summarise(gather_runs([folder]))
+    summary = Summary(gather_runs([folder]))
     assert summary.groups["title"].tolist() == ["digits, mlp", "simulation, mlp"]
     for group, benchmark in summary.groups["benchmark"].items():
         for name, values in numbers[benchmark].items():
@@ -122,7 +122,7 @@ def test_equal_detectors_share_their_places_and_a_failed_one_is_marked(tmp_path)
     write_run(tmp_path / "0", {"rmd": 0.9, "msp": 0.9, "knn": 0.8})
     bad = make_row("simulation", "x", "mlp", "knn", 0, "AUROC", status="failed", reason="no neighbours")
     write_run(tmp_path / "1", {"rmd": 0.9, "msp": 0.8}, benchmark="simulation", more=[bad])
-    summary = summarise(gather_runs([tmp_path]))
+    summary = Summary(gather_runs([tmp_path]))
     assert summary.overall["rank"].to_dict() == {"rmd": 1.25, "msp": 1.75, "knn": 3.0}
     assert math.isnan(summary.overall.loc["knn", "mean"])
     knn = next(row for row in overall_tables(summary)[0].rows if row[0].text == "KNN")
@@ -134,7 +134,7 @@ def test_seeds_that_change_nothing_are_no_sample(tmp_path):
     for seed in range(3):
         write_run(tmp_path / f"same{seed}", {"rmd": 0.9, "msp": 0.8}, seed=seed)
         write_run(tmp_path / f"other{seed}", {"rmd": 0.9, "msp": 0.8 + 0.01 * seed}, benchmark="simulation", seed=seed)
-    summary = summarise(gather_runs([tmp_path]))
+    summary = Summary(gather_runs([tmp_path]))
     counts = summary.values.groupby(level="group").apply(lambda part: part.index.get_level_values("seed").nunique())
     assert dict(zip(summary.groups["benchmark"], counts, strict=True)) == {"simulation": 3, "digits": 1}
     assert "digits, mlp: all seeds gave the same numbers" in notes(summary)
@@ -148,18 +148,18 @@ def test_less_is_better_for_times_and_false_alarms_and_thresholds_are_not_compar
     more.append(make_row("digits", "", "mlp", "msp", 0, "false_alarms@0.05", status="skipped", reason="too few"))
     write_run(tmp_path, {"rmd": 0.9, "knn": 0.8}, more=more)
     runs = gather_runs([tmp_path])
-    assert summarise(runs, metric="false_alarms@0.05").overall.index.tolist() == ["knn", "rmd"]
-    assert summarise(runs, metric="fit_seconds").overall.index.tolist() == ["rmd", "knn"]
+    assert Summary(runs, metric="false_alarms@0.05").overall.index.tolist() == ["knn", "rmd"]
+    assert Summary(runs, metric="fit_seconds").overall.index.tolist() == ["rmd", "knn"]
     with pytest.raises(ValueError, match=r"there are AUROC, false_alarms@0\.05, fit_seconds"):
-        summarise(runs, metric="threshold@0.05")
-    assert "MSP without decisions in 1 of 1 runs (too few)" in notes(summarise(runs))
+        Summary(runs, metric="threshold@0.05")
+    assert "MSP without decisions in 1 of 1 runs (too few)" in notes(Summary(runs))
 
 
 def test_a_network_at_chance_and_a_missing_reference_have_a_remark(tmp_path):
     doubt = "the backbone's own head; 10.0 % is hardly above chance (10.0 %)"
     write_run(tmp_path / "0", {"rmd": 0.5}, seed=3, accuracy=doubt)
     write_run(tmp_path / "1", {"rmd": 0.9}, seed=4)
-    text = notes(summarise(gather_runs([tmp_path]), reference="vim"))
+    text = notes(Summary(gather_runs([tmp_path]), reference="vim"))
     assert "digits, mlp, seed 3: the accuracy is 90.0 % (10.0 % is hardly above chance (10.0 %))." in text
     assert "seed 4: the accuracy" not in text
     assert "ViM" in text
@@ -171,7 +171,7 @@ def test_cost_is_the_geometric_mean_of_the_times_beside_the_references(tmp_path)
     for benchmark, found in times.items():
         more = [make_row(benchmark, "", "mlp", name, 0, "score_seconds", value) for name, value in found.items()]
         write_run(tmp_path / benchmark, values[benchmark], benchmark=benchmark, more=more)
-    summary = summarise(gather_runs([tmp_path]))
+    summary = Summary(gather_runs([tmp_path]))
     assert summary.overall["cost"].to_dict() == pytest.approx({"rmd": 1.0, "knn": math.sqrt(40 * 10), "msp": 1.0})
     axes = cost_figure(summary).axes[0]
     points = {tuple(line.get_xydata()[0].round(6)) for line in axes.lines if line.get_marker() == "o"}
@@ -199,7 +199,7 @@ def test_what_is_not_done_is_named_and_the_rest_stands(sweep, tmp_path):
     assert (runs["7"].reason, runs["7"].name) == ("RuntimeError: CUDA out of memory", "digits, seed 7")
     assert "killed" in runs["9"].reason
     assert runs["11"].name == "benchmark=digits, seed=11, +x.y=3"
-    summary = summarise(list(runs.values()))
+    summary = Summary(list(runs.values()))
     assert summary.groups["seeds"].map(len).tolist() == [3, 3]
     assert "Not counted: 1 failed, 1 running, 1 unfinished, 3 unreadable of 12 runs." in notes(summary)
 
@@ -217,7 +217,7 @@ def test_runs_with_other_options_are_not_averaged(tmp_path):
     for number, (shrinkage, seed) in enumerate([(0.0, 0), (0.0, 1), (0.5, 0), (0.5, 1)]):
         config = {"seed": seed, "detector": {"rmd": {"shrinkage": shrinkage, "seed": seed}}, "num_workers": number}
         write_run(tmp_path / str(number), {"rmd": 0.9 - shrinkage / 10}, seed=seed, config=config)
-    summary = summarise(gather_runs([tmp_path]))
+    summary = Summary(gather_runs([tmp_path]))
     assert summary.groups["setting"].tolist() == ["detector.rmd.shrinkage=0.0", "detector.rmd.shrinkage=0.5"]
     assert summary.judged["rmd"].tolist() == pytest.approx([0.9, 0.85])
 
@@ -226,10 +226,10 @@ def test_weights_are_a_setting_only_where_nothing_else_tells_runs_apart(tmp_path
     for seed in (0, 1):
         config = {"seed": seed, "ckpt_path": f"{seed}.ckpt"}
         write_run(tmp_path / "a" / str(seed), {"rmd": 0.9}, seed=seed, config=config)
-    assert summarise(gather_runs([tmp_path])).groups["setting"].tolist() == [""]
+    assert Summary(gather_runs([tmp_path])).groups["setting"].tolist() == [""]
     for name in "xy":
         write_run(tmp_path / "b" / name, {"rmd": 0.9}, config={"seed": 0, "ckpt_path": f"{name}.ckpt"})
-    settings = summarise(gather_runs([tmp_path / "b"])).groups["setting"].tolist()
+    settings = Summary(gather_runs([tmp_path / "b"])).groups["setting"].tolist()
     assert settings == ["ckpt_path=x.ckpt", "ckpt_path=y.ckpt"]
 
 
@@ -239,7 +239,7 @@ def test_runs_of_other_detectors_add_up_and_the_newer_of_two_equal_ones_counts(t
             tmp_path / name, {detector: value}, config={"seed": 0, "detector": {detector: {"_target_": detector}}}
         )
     runs = [replace(read_run(tmp_path / name), ended=order) for order, name in enumerate("abc")]
-    summary = summarise(runs)
+    summary = Summary(runs)
     assert summary.judged.iloc[0].to_dict() == pytest.approx({"rmd": 0.9, "knn": 0.8})
     assert str(tmp_path / "c") in summary.notes[0]
     assert summary.difference("knn").difference == pytest.approx(-0.1)
@@ -250,7 +250,7 @@ def test_runs_of_other_detectors_add_up_and_the_newer_of_two_equal_ones_counts(t
 
 def test_every_format_is_written_and_reads_back(sweep):
     folder, numbers = sweep
-    files = write_summary(summarise(gather_runs([folder])), folder)
+    files = write_summary(Summary(gather_runs([folder])), folder)
     assert [path.name for path in files] == ["summary.html", "summary.md", "summary.tex", "summary.csv", "runs.csv"]
     frame = pd.read_csv(folder / "summary.csv")
     (line,) = frame[
