@@ -40,20 +40,15 @@ def test_the_curve_is_that_of_the_framework():
     assert auc(thin[0], thin[1]) == pytest.approx(auc(fpr, tpr), abs=0.02)
 
 
-def test_rmd_and_md_are_shown_even_if_others_are_better():
-    values = {"knn": 0.9, "msp": 0.8, "rmd": 0.7, "mahalanobis": 0.6}
+def test_roc_curves_are_named_with_their_auroc_and_the_rest_is_grey():
+    figure = roc_figure(fitted(), compared(), detectors=["rmd"], title="t")
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["blobs (near)", "noise (far)"]
+    (name,) = legend(figure.axes[0])
+    assert name.startswith("RMD  ")
+    assert "#DADADA" in {line.get_color() for line in figure.axes[0].lines}
+    values = {"knn": 0.9, "msp": 0.8, "rmd": 0.7, "mahalanobis": 0.6}  # the leader, RMD and MD are shown always
     rows = make_rows([auroc_row(name, "a", value) for name, value in values.items()])
     assert choose_detectors(rows, 3) == ["knn", "rmd", "mahalanobis"]
-
-
-def test_roc_curves_are_named_with_their_auroc_and_the_rest_is_grey():
-    scores, rows = fitted(), compared()
-    figure = roc_figure(scores, rows, detectors=["rmd"], title="t")
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["blobs (near)", "noise (far)"]
-    value = rows.query("detector == 'rmd' and metric == 'AUROC' and ood == 'blobs'")["value"].iloc[0]
-    assert legend(figure.axes[0]) == [f"RMD  {100 * value:.1f}"]
-    assert "#DADADA" in {line.get_color() for line in figure.axes[0].lines}
-    assert roc_figure(scores, make_rows()) is None
 
 
 def test_histograms_count_every_score_name_every_set_and_mark_the_threshold():
