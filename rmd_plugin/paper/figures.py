@@ -172,13 +172,10 @@ def robustness_figure(trainings: Mapping[str, Arrays]) -> Figure:
     for column, (run, arrays) in zip(grid.T, trainings.items(), strict=True):
         top, bottom = column
         steps, *accuracies = arrays.get("accuracy", ((),))
-        curves = [
-            (top, steps, values, name, "#000000")
-            for values, name in zip(accuracies, ("training", "held-out"), strict=False)
-        ]
-        for name in (*_BOTH, "msp"):
-            if name in arrays:
-                curves.append((bottom, *arrays[name], label(name), colour(name)))
+        names = "training", "held-out"
+        curves = [(top, steps, values, name, "#000000") for values, name in zip(accuracies, names, strict=False)]
+        drawn = [name for name in (*_BOTH, "msp") if name in arrays]
+        curves += [(bottom, *arrays[name], label(name), colour(name)) for name in drawn]
         for axes, steps, values, name, shade in curves:
             line = {"linestyle": style.DASHES[name == "training"], "label": f"{name} {100 * values[-1]:.1f}"}
             axes.plot(steps, 100 * values, marker="o", color=shade, markersize=4, **line)

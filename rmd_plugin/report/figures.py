@@ -88,9 +88,11 @@ def new_panels(count: int, size: tuple[float, float], columns: int = 1, title: s
 
 def name_lines(axes: Axes) -> None:
     """Names of the lines that have a label to the right of the panel, the line that ends highest on top."""
-    # a gap at the end has no height
-    ends = {line: pd.Series(line.get_ydata(), dtype=float).ffill().tail(1).sum() for line in axes.lines}
-    lines = sorted(axes.get_legend_handles_labels()[0], key=ends.__getitem__, reverse=True)
+
+    def last_height(line: Any) -> float:
+        return float(pd.Series(line.get_ydata(), dtype=float).ffill().tail(1).sum())
+
+    lines = sorted(axes.get_legend_handles_labels()[0], key=last_height, reverse=True)
     axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1.0, 0.5), labelcolor="linecolor", handlelength=1.6)
 
 

@@ -118,10 +118,9 @@ def collect_samples(
         return None
     _, threshold = tables.decision_of(rows, leader)
     distances = ood_sets(rows)
-    sets = [name for name in near_first(distances) if name in scores[leader]]
     ends = {"the most unknown": -1, "the most ordinary, detected last": 1}
     wanted = [(ID, "in-distribution test set", "the most unknown")]
-    wanted += [(name, set_title(name, distances), end) for name in sets[:_SETS] for end in ends]
+    wanted += [(name, set_title(name, distances), end) for name in near_first(distances)[:_SETS] for end in ends]
     groups: list[dict[str, Any]] = []
     for name, title, end in wanted:
         values = scores[leader].get(name, np.empty(0))
@@ -139,9 +138,7 @@ def collect_samples(
 def write_report(folder: str | os.PathLike[str] | RunFolder) -> Path:
     """Write the page about a run to ``report.html`` in its folder. See :func:`render_report`."""
     run = folder if isinstance(folder, RunFolder) else RunFolder(folder)
-    page = render_report(run)
-    with replacing(run.file(REPORT)) as file:
-        file.write(page)
+    run.write_text(REPORT, render_report(run))
     return run.file(REPORT)
 
 
@@ -289,10 +286,8 @@ def write_scores_page(path: str | os.PathLike[str], summary: ScoreSummary, run: 
 
 
 def share(value: float) -> str:
-    """A share for readers: ``23 %``, with a digit more where it is small."""
-    if math.isnan(value):
-        return "–"
-    return f"{100 * value:.1f} %" if 0 < value < 0.1 else f"{100 * value:.0f} %"
+    """A share for readers: ``23.4 %``."""
+    return "–" if math.isnan(value) else f"{100 * value:.1f} %"
 
 
 def number(value: float) -> str:

@@ -154,7 +154,7 @@ class RunFolder:
     def start(self, *, config: Any = None, about: RunIdentity | None = None, command: str | None = None) -> None:
         """Write config, command and versions, and the status ``running``. See :meth:`running`."""
         if config is not None:
-            self._write(CONFIG, _config_text(config))
+            self.write_text(CONFIG, _config_text(config))
         self._write_json(VERSIONS, {"command": command or current_command(), **collect_versions()})
         status = RunStatus("running", about=about or {}, started=_now(), host=socket.gethostname(), pid=os.getpid())
         self._write_json(STATUS, asdict(status))
@@ -246,12 +246,13 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         return self.file(name)
 
-    def _write(self, name: str, text: str) -> None:
+    def write_text(self, name: str, text: str) -> None:
+        """Write one of the files."""
         with replacing(self._target(name)) as file:
             file.write(text)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        self._write(name, json.dumps(content, indent=2) + "\n")
+        self.write_text(name, json.dumps(content, indent=2) + "\n")
 
     def _read(self, name: str, parse: Callable[[Path], T], empty: T | None = None) -> T:
         """A file as ``parse`` reads it; ``empty`` if there is none. Every error names the file."""

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
@@ -94,7 +93,7 @@ def detector_table(
 
 
 def number_cells(
-    values: pd.Series, show: Show, details: Iterable[str] = (), best: Best | None = None, eligible: Names | None = None
+    values: pd.Series, show: Show, details: Names | None = None, best: Best | None = None, eligible: Names | None = None
 ) -> list[Cell]:
     """Numbers by detector as cells: NaN is a dash, and what reads like the best is bold, unless it stands alone.
 
@@ -104,7 +103,7 @@ def number_cells(
     top = show(rated.min() if best == "lowest" else rated.max()) if best and values.count() > 1 else None
     return [
         Cell("–") if math.isnan(value) else Cell(show(value), name in rated and show(value) == top, detail)
-        for (name, value), detail in zip_longest(values.items(), details, fillvalue="")
+        for (name, value), detail in zip(values.items(), details or [""] * len(values), strict=True)
     ]
 
 
