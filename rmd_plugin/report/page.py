@@ -135,9 +135,8 @@ def collect_samples(
     return {"detector": leader, "groups": groups} if visible else None
 
 
-def write_report(folder: str | os.PathLike[str] | RunFolder) -> Path:
+def write_report(run: RunFolder) -> Path:
     """Write the page about a run to ``report.html`` in its folder. See :func:`render_report`."""
-    run = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     run.write_text(REPORT, render_report(run))
     return run.file(REPORT)
 
@@ -149,8 +148,6 @@ def render_report(run: RunFolder) -> str:
     that cannot be drawn: a report comes after hours of training, and the rest must stand. A new section is a function
     that draws pictures, an entry in ``pictures``, and its heading and text in ``templates/report.html``.
     """
-    if not run.path.is_dir():
-        raise FileNotFoundError(f"{run.path} is not a folder. Give the output folder of a run.")
     problems: list[str] = []
 
     def attempt(draw: Callable[..., T], *arguments: Any) -> T | None:

@@ -132,7 +132,6 @@ def test_versions_name_the_commit_and_are_quiet_without_git(tmp_path, monkeypatc
         user = ["-c", "user.name=x", "-c", "user.email=x"]
         return subprocess.run(["git", *user, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
 
-    assert git_commit(tmp_path) == ""
     git("init", "-q")
     assert git_commit(tmp_path) == ""
     (tmp_path / "file").write_text("1")
