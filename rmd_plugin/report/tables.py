@@ -147,8 +147,8 @@ def to_latex(table: Table, *, label: str = "") -> str:
 
 
 def to_html(table: Table) -> str:
-    """The table as an HTML fragment without style; its classes for a style sheet stand in ``templates/table.html``."""
-    return render("table.html", table=table)
+    """The table as an HTML fragment without style; its classes for a style sheet stand in ``templates/macros.html``."""
+    return str(_TEMPLATES.get_template("macros.html").module.show_table(table))  # type: ignore[attr-defined]
 
 
 def print_tables(tables: Iterable[Table], *, width: int | None = None) -> None:
