@@ -176,7 +176,8 @@ def render_report(run: RunFolder) -> str:
         decisions=attempt(tables.decision_tables, rows),
         joint=attempt(tables.joint_tables, rows),
         pictures={
-            "calibration": [] if calibration is None else [picture(calibration, "Requested and measured false alarms")],
+            "calibration": calibration
+            and attempt(lambda: [picture(calibration, "Requested and measured false alarms")]),
             "over_training": attempt(_over_training, rows, attempt(run.read_history) or []),
             "scores": attempt(_histograms, rows, scores),
         },
