@@ -42,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report_runs(folders: Sequence[Path], output: Path, *, metric: str, reference: str) -> tuple[Summary, list[Path]]:
     """Gather the runs below the folders, and write and show their summary; there are no files if there is no run."""
-    from rmd_plugin.report.summary import gather_runs, overall_tables, summarise, write_summary
+    from rmd_plugin.report.summary import Summary, gather_runs, overall_tables, write_summary
     from rmd_plugin.report.tables import print_tables
 
     runs = gather_runs(folders)
-    summary = summarise(runs, metric=metric, reference=reference)
+    summary = Summary(runs, metric=metric, reference=reference)
     # folders that could not be read are not runs
     if not any(len(run.rows) or run.outcome != "unreadable" or run.path.is_dir() for run in runs):
         return summary, []

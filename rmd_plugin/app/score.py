@@ -124,7 +124,7 @@ def _score(guard_path: str, paths: Sequence[str], options: Options, fail_on_ood:
 
     from rmd_plugin.app.parts import choose_device
     from rmd_plugin.guard.guard import Guard
-    from rmd_plugin.report.page import ScoringRun, number, picture, share, summarise_scores, write_scores_page
+    from rmd_plugin.report.page import ScoreSummary, ScoringRun, number, picture, share, write_scores_page
 
     guard = Guard.load(guard_path, device=choose_device(options.device))
     alpha = guard.alpha if options.alpha is None else options.alpha
@@ -142,7 +142,7 @@ def _score(guard_path: str, paths: Sequence[str], options: Options, fail_on_ood:
         resume=options.resume,
     )
     changed = watch is not None and watch.update(out / SCORES)
-    summary = summarise_scores(out / SCORES)
+    summary = ScoreSummary(out / SCORES)
     run = ScoringRun(
         guard=os.path.basename(os.path.normpath(guard_path)),
         inputs=paths,

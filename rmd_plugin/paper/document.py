@@ -16,8 +16,7 @@ from jinja2 import Environment, PackageLoader
 from rmd_plugin.files import replacing
 from rmd_plugin.paper.published import ADDRESS, TABLES, TITLE
 from rmd_plugin.paper.reproduce import SUMMARY
-from rmd_plugin.report.names import label
-from rmd_plugin.report.tables import Cell, Column, Table, to_markdown
+from rmd_plugin.report.tables import Cell, Column, Table, label, to_markdown
 
 
 class Ranking(NamedTuple):
@@ -71,8 +70,7 @@ def smallest_lead(values: Mapping[str, float]) -> float:
 def comparison_table(numbers: pd.DataFrame, title: str = "") -> Table:
     """Paper, ours and the difference; then what we ran and why it differs, not repeated from line to line."""
     columns = [Column("Setting of the paper", align="left"), Column("Number", align="left")]
-    columns += [Column("paper"), Column("ours"), Column("difference")]
-    columns.append(Column("What we ran, and why it differs", align="left"))
+    columns += [*map(Column, ("paper", "ours", "difference")), Column("What we ran, and why it differs", align="left")]
     rows, previous = [], None
     for item in numbers.itertuples():
         ours = _shown(item.ours, item.metric) or "not run"
@@ -88,9 +86,8 @@ def comparison_table(numbers: pd.DataFrame, title: str = "") -> Table:
 
 def order_table(numbers: pd.DataFrame) -> Table:
     """Who leads whom in the paper and in ours, and whether that is the same."""
-    columns = [
-        Column(title, align="left") for title in ("Setting of the paper", "order in the paper", "ours", "same order")
-    ]
+    titles = "Setting of the paper", "order in the paper", "ours", "same order"
+    columns = [Column(title, align="left") for title in titles]
     columns += [Column("smallest lead, paper"), Column("ours")]
     rows = []
     for ranking in rankings(numbers):

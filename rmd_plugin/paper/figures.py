@@ -17,7 +17,7 @@ from rmd_plugin.paper.document import order, rankings
 from rmd_plugin.paper.reproduce import SIMULATION
 from rmd_plugin.paper.studies import StudyResult
 from rmd_plugin.report import figures as style
-from rmd_plugin.report.figures import SMALL, colour, histogram_panel, label, quiet_grid
+from rmd_plugin.report.figures import SMALL, colour, histogram_panel, label
 from rmd_plugin.report.run import ID
 
 Arrays = Mapping[str, np.ndarray]
@@ -25,7 +25,7 @@ Arrays = Mapping[str, np.ndarray]
 Figures = dict[str, tuple[Figure, str]]
 
 _BOTH = ("mahalanobis", "rmd")
-_OOD_COLOUR = style.DISTANCE_COLOURS["near"][0]
+_OOD_COLOUR = style.NEAR_COLOURS[0]
 
 
 def make_figures(result: StudyResult) -> Figures:
@@ -73,16 +73,16 @@ def _simulation_figures(numbers: pd.DataFrame, arrays: Arrays) -> Figures:
 
 def histograms_figure(arrays: Arrays, panels: Mapping[str, tuple[str, str]]) -> Figure:
     """Figure 5: ID and OOD samples as histograms, two panels a line; name of the arrays -> title and axis."""
-    figure = style.new_figure((10.0, 3.3 * (len(panels) // 2)))
+    figure = Figure(figsize=(10.0, 3.3 * (len(panels) // 2)))
     for axes, (name, (title, text)) in zip(figure.subplots(len(panels) // 2, 2).flat, panels.items(), strict=True):
         _histogram(axes, arrays[f"{name}/id"], arrays[f"{name}/ood"], text)
-        axes.set_title(title, fontsize=SMALL + 2)
+        axes.set_title(title)
     return figure
 
 
 def sweep_figure(arrays: Arrays) -> Figure:
     """Where MD breaks: AUROC over the number of dimensions and over sigma, mean and range over seeds."""
-    figure = style.new_figure(style.SLIDE)
+    figure = Figure(figsize=style.SLIDE)
     both = figure.subplots(1, 2, sharey=True)
     for axes, name, text in zip(both, ("dim", "sigma"), ("dimensions D", "standard deviation σ"), strict=True):
         values = arrays[f"sweep_{name}/values"]
@@ -92,14 +92,12 @@ def sweep_figure(arrays: Arrays) -> Figure:
             areas = 100 * arrays[f"sweep_{name}/{detector}"]
             axes.fill_between(x, areas.min(1), areas.max(1), color=colour(detector), alpha=0.2, linewidth=0)
             axes.plot(x, areas.mean(1), "o-", color=colour(detector), markersize=6, label=label(detector))
-        limit = 100 * arrays[f"sweep_{name}/limit"]
-        axes.plot(
-            x, limit, color=style.QUIET, linestyle=style.DASHES[1], linewidth=1.6, label="MD with the true parameters"
-        )
+        limit = {"linewidth": 1.6, "label": "MD with the true parameters"}
+        axes.plot(x, 100 * arrays[f"sweep_{name}/limit"], color=style.QUIET, linestyle=style.DASHES[1], **limit)
         axes.set_xlabel(text)
-        quiet_grid(axes)
+        axes.grid()
     both[0].set_ylabel("AUROC (%)")
-    both[0].legend(frameon=False, fontsize=SMALL, loc="lower left")
+    both[0].legend(loc="lower left")
     return figure
 
 
@@ -110,7 +108,7 @@ def spectrum_figure(arrays: Arrays, run: str) -> Figure:
     """Figure 1: MD and RMD along every direction (mean and [10 %, 90 %] band), and the histograms of both."""
     threshold, count = int(arrays["threshold"]), len(arrays["rmd/id/mean"])
     x, wide = np.arange(1, count + 1), count > 100
-    figure = style.new_figure((12.0, 6.9))
+    figure = Figure(figsize=(12.0, 6.9))
     grid = figure.subplots(2, 2, width_ratios=(2.1, 1))
     for (axes, panel), name in zip(grid, _BOTH, strict=True):
         limits = [0.0]
@@ -126,19 +124,18 @@ def spectrum_figure(arrays: Arrays, run: str) -> Figure:
         if wide:
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_ylabel(f"{label(name)} per direction")
-        axes.set_title(f"{label(name)}: mean and [10 %, 90 %] of the samples", fontsize=SMALL + 1)
-        quiet_grid(axes, axis="y")
+        title = f"{label(name)}: mean and [10 %, 90 %] of the samples"
+        axes.set(title=title, ylabel=f"{label(name)} per direction")
+        axes.grid(axis="y")
         scores = arrays[f"{name}/id/scores"], arrays[f"{name}/ood/scores"]
         _histogram(panel, *scores, "score")
-        panel.set_title(f"{label(name)}: AUROC {100 * auroc(*scores):.1f} %", fontsize=SMALL + 1)
+        panel.set_title(f"{label(name)}: AUROC {100 * auroc(*scores):.1f} %")
     # above the panel: inside of it the line of the threshold may stand anywhere
     above: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 2, "borderaxespad": 0.2}
-    grid[0][0].legend(**above, frameon=False, labelcolor="linecolor", handlelength=0, fontsize=SMALL)
+    grid[0][0].legend(**above, labelcolor="linecolor", handlelength=0)
     falling = "falling variance of the class means" if run.startswith(SIMULATION) else "falling variance"
-    text = f"direction, by {falling}{' (log)' if wide else ''}; dashed: {threshold} leading ones"
-    grid[1][0].set_xlabel(text)
-    figure.suptitle(run, x=0.01, ha="left", fontsize=style.TITLE)
+    grid[1][0].set_xlabel(f"direction, by {falling}{' (log)' if wide else ''}; dashed: {threshold} leading ones")
+    figure.suptitle(run, x=0.01, ha="left")
     return figure
 
 
@@ -147,22 +144,20 @@ def partial_figure(arrays: Arrays, run: str) -> Figure:
     largest, smallest = 100 * arrays["largest"], 100 * arrays["smallest"]
     lines = {name: 100 * float(arrays[name]) for name in ("rmd", "mahalanobis", "marginal")}
     best = int(largest.argmax())
-    figure = style.new_figure((12.0, 5.6))
+    figure = Figure(figsize=(12.0, 5.6))
     left, right = figure.subplots(1, 2, sharey=True)
     left.plot(np.arange(1, len(largest) + 1), largest, color=colour("partial"), linewidth=2.6)
     left.plot(best + 1, largest[best], "o", color=colour("partial"), markersize=9)
-    left.set_title(f"PMD on the first d directions; best d = {best + 1}: {largest[best]:.1f}", fontsize=SMALL + 2)
-    left.set_xlabel("d, directions of largest variance used")
-    left.set_ylabel("AUROC (%)")
+    title = f"PMD on the first d directions; best d = {best + 1}: {largest[best]:.1f}"
+    left.set(title=title, xlabel="d, directions of largest variance used", ylabel="AUROC (%)")
     right.plot(np.arange(len(smallest)), smallest, color=colour("partial"), linewidth=2.6)
-    right.set_title("PMD on the others", fontsize=SMALL + 2)
-    right.set_xlabel("d, directions of largest variance left out")
+    right.set(title="PMD on the others", xlabel="d, directions of largest variance left out")
     for axes in (left, right):
         for name, value in lines.items():
             line = {"linewidth": 1.8, "linestyle": style.DASHES[name != "rmd"], "label": f"{label(name)} {value:.1f}"}
             axes.axhline(value, color=colour(name), **line)
-        quiet_grid(axes)
-    figure.suptitle(run, x=0.01, ha="left", fontsize=style.TITLE)
+        axes.grid()
+    figure.suptitle(run, x=0.01, ha="left")
     style.name_lines(right)
     return figure
 
@@ -172,28 +167,25 @@ def partial_figure(arrays: Arrays, run: str) -> Figure:
 
 def robustness_figure(trainings: Mapping[str, Arrays]) -> Figure:
     """Figure 3: accuracies above, AUROC of every detector below, over the steps; a column for each training."""
-    figure = style.new_figure((6.4 * len(trainings), 7.2))
+    figure = Figure(figsize=(6.4 * len(trainings), 7.2))
     grid = figure.subplots(2, len(trainings), squeeze=False, sharex="col", height_ratios=(1, 1.5))
     for column, (run, arrays) in zip(grid.T, trainings.items(), strict=True):
         top, bottom = column
         steps, *accuracies = arrays.get("accuracy", ((),))
-        curves = [
-            (top, steps, values, name, "#000000")
-            for values, name in zip(accuracies, ("training", "held-out"), strict=False)
-        ]
-        for name in (*_BOTH, "msp"):
-            if name in arrays:
-                curves.append((bottom, *arrays[name], label(name), colour(name)))
+        names = "training", "held-out"
+        curves = [(top, steps, values, name, "#000000") for values, name in zip(accuracies, names, strict=False)]
+        drawn = [name for name in (*_BOTH, "msp") if name in arrays]
+        curves += [(bottom, *arrays[name], label(name), colour(name)) for name in drawn]
         for axes, steps, values, name, shade in curves:
             line = {"linestyle": style.DASHES[name == "training"], "label": f"{name} {100 * values[-1]:.1f}"}
             axes.plot(steps, 100 * values, marker="o", color=shade, markersize=4, **line)
-        top.set_title(run, fontsize=SMALL + 2)
+        top.set_title(run)
         bottom.set_xlabel("training step")
         bottom.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     grid[0][0].set_ylabel("accuracy (%)")
     grid[1][0].set_ylabel("AUROC (%)")
     for axes in grid.flat:
-        quiet_grid(axes)
+        axes.grid()
         style.name_lines(axes)
     return figure
 
@@ -206,7 +198,7 @@ def paired_figure(numbers: pd.DataFrame, title: str) -> Figure:
     numbers = numbers[numbers["detector"] != ""]
     groups = list(numbers.groupby("line", sort=False))
     hollow: dict[str, Any] = {"markerfacecolor": "white", "markeredgewidth": 1.8}
-    figure = style.new_figure((12.0, 1.9 + 0.86 * len(groups)))
+    figure = Figure(figsize=(12.0, 1.9 + 0.86 * len(groups)))
     axes = figure.subplots()
     names = []
     for place, (line, group) in enumerate(groups):
@@ -233,11 +225,11 @@ def paired_figure(numbers: pd.DataFrame, title: str) -> Figure:
     axes.set_xlabel("AUROC (%), paper (hollow) above ours")
     for place in range(1, len(groups)):
         axes.axhline(0.5 - place, color="#E3E3E3", linewidth=1.0)
-    quiet_grid(axes, axis="x")
+    axes.grid(axis="x")
     for name in numbers["detector"].unique():
         axes.plot([], [], "o", color=colour(name), label=label(name))
-    axes.legend(frameon=False, fontsize=SMALL, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=9, borderaxespad=0.2)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=style.TITLE)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=9, borderaxespad=0.2)
+    figure.suptitle(title, x=0.01, ha="left")
     return figure
 
 

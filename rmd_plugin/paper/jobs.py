@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -89,9 +87,6 @@ def compose_experiment(experiment: str, config: DictConfig) -> DictConfig:
         cfg.cache_dir = str(root / "features") if config.cache_dir is None else config.cache_dir
         if config.paths.data_dir is not None:
             cfg.paths.data_dir = config.paths.data_dir
-        cfg.trainer.enable_model_summary = False
-        if not sys.stderr.isatty():
-            cfg.trainer.enable_progress_bar = False
     return cfg
 
 
@@ -229,6 +224,5 @@ class Reproduction:
 
 def describe_machine() -> str:
     """Processor, number of cores and accelerator, without the machine's name."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    return f"{platform.machine()}, {cores} CPU cores, {device}"
+    return f"{platform.machine()}, {joblib.cpu_count()} CPU cores, {device}"

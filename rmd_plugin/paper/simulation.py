@@ -19,7 +19,7 @@ from rmd_plugin.benchmarks import Simulation
 from rmd_plugin.paper.published import SIMULATION_SIZES
 from rmd_plugin.paper.reproduce import SIMULATION
 from rmd_plugin.paper.studies import Arrays, Record, Run, StudyResult
-from rmd_plugin.report.names import label
+from rmd_plugin.report.tables import label
 
 _DETECTORS = ("mahalanobis", "rmd")
 
@@ -74,16 +74,10 @@ def network_run(run: Run, *, activation: str, width: int, epochs: int) -> Run:
                 loss.backward()
                 optimiser.step()
     with torch.no_grad():
-        train, test, ood = (network.encoder(x) for x in (run.train, run.test, run.ood))
-    return replace(
-        run,
-        backbone=f"one_layer_{activation}",
-        setting=f"{run.setting}, {width} hidden units, epochs: {epochs}",
-        reason="the paper gives no number: it says that MD overlaps and RMD separates perfectly",
-        train=train,
-        test=test,
-        ood=ood,
-    )
+        features = {name: network.encoder(getattr(run, name)) for name in ("train", "test", "ood")}
+    setting = f"{run.setting}, {width} hidden units, epochs: {epochs}"
+    reason = "the paper gives no number: it says that MD overlaps and RMD separates perfectly"
+    return replace(run, backbone=f"one_layer_{activation}", setting=setting, reason=reason, **features)
 
 
 def sweep(name: str, values: Sequence[float], *, seeds: Sequence[int], **options: Any) -> tuple[list[Record], Arrays]:

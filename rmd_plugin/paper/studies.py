@@ -21,17 +21,13 @@ from rmd_plugin import RMD, FlowLikelihood, Mahalanobis, MarginalMahalanobis, Mo
 from rmd_plugin.compare.rows import ACCURACY, AUROC, auroc, make_row, make_rows, select
 from rmd_plugin.detectors.detectors import raise_if_interrupted
 from rmd_plugin.paper.published import NOT_RUN, TABLES, TEXT
-from rmd_plugin.report.names import label
+from rmd_plugin.report.tables import label
 
 #: one array for each thing that a figure draws, by name
 Arrays = dict[str, np.ndarray]
 Record = dict[str, Any]
 
-_GAUSSIANS: dict[str, type[RMD | Mahalanobis | MarginalMahalanobis]] = {
-    "mahalanobis": Mahalanobis,
-    "rmd": RMD,
-    "marginal": MarginalMahalanobis,
-}
+_GAUSSIANS: dict[str, Any] = {"mahalanobis": Mahalanobis, "rmd": RMD, "marginal": MarginalMahalanobis}
 #: float64 numbers that are handled at once: what fits a cache
 _BLOCK = 2**20
 
@@ -113,7 +109,7 @@ class StudyResult:
     def add_number(self, run: Run, metric: str, ours: float, detector: str = "", **about: Any) -> None:
         """Add a number of a run beside that of :data:`rmd_plugin.paper.published.TEXT`, if there is one."""
         benchmark = run.benchmark.partition(":")[0]  # genomics has sources
-        paper = TEXT.get((self.study, benchmark), {}).get(metric, math.nan)
+        paper = TEXT.get(self.study, {}).get(benchmark, {}).get(metric, math.nan)
         about = {"paper": paper, "setting": run.setting or run.label, "reason": run.reason, **about}
         self.numbers.append(paper_number(run.label, metric, ours=ours, detector=detector, **about))
 

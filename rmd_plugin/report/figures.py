@@ -8,128 +8,117 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
-from matplotlib import rc_context
+from matplotlib import style
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from rmd_plugin.compare.rows import AUROC, SECONDS, THRESHOLD, at_level, levels, make_rows, select
+from rmd_plugin.compare.rows import AUROC, SECONDS, make_rows
 from rmd_plugin.files import replacing
-from rmd_plugin.report.names import DASHES, OURS, PALETTE, colour, detector_style, label
+from rmd_plugin.report import tables
 from rmd_plugin.report.run import CALIBRATION, ID, Scores
-from rmd_plugin.report.tables import near_far_means, near_first, numbers_of, ood_sets, ranking, set_title
+from rmd_plugin.report.tables import LABELS, OURS, label, near_first, ood_sets, ranking, set_title
 
 if TYPE_CHECKING:
     from rmd_plugin.report.summary import Summary
 
+#: rows with stage, epoch, step, detector, ood, metric and value, as a monitor keeps them
+History = Sequence[Mapping[str, Any]]
+
+#: Okabe and Ito's colours, which people with any kind of colour vision tell apart
+PALETTE = {
+    "blue": "#0072B2", "black": "#000000", "vermilion": "#D55E00", "green": "#009E73", "orange": "#E69F00",
+    "sky": "#56B4E9", "purple": "#CC79A7",
+}  # fmt: skip
+DASHES: tuple[tuple[int, tuple[float, ...]], ...] = (
+    (0, ()), (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (9, 2)),
+    (0, (9, 1.5, 3, 1.5)),
+)  # fmt: skip
 #: the same meaning in every figure: in-distribution blue, near-OOD vermilion and its kin, far-OOD green and its kin
 ID_COLOUR = PALETTE["blue"]
-DISTANCE_COLOURS: Mapping[str, tuple[str, ...]] = {
-    "near": (PALETTE["vermilion"], PALETTE["orange"], PALETTE["purple"]),
-    "far": (PALETTE["green"], PALETTE["sky"], PALETTE["black"]),
-    "": (PALETTE["vermilion"], PALETTE["orange"], PALETTE["purple"]),
-}
+NEAR_COLOURS = (PALETTE["vermilion"], PALETTE["orange"], PALETTE["purple"])
+FAR_COLOURS = (PALETTE["green"], PALETTE["sky"], PALETTE["black"])
 QUIET = "#9A9A9A"
 SLIDE = (10.0, 5.625)  # 16:9
-BODY, SMALL, TITLE = 14.0, 12.0, 16.0
+SMALL = 12.0
 _PANEL = (6.0, 3.9)
 
 #: name that the monitor gives to the mean over the OOD sets
 MEAN = "mean"
 #: detectors that have a colour and a name in one figure
-_NAMED = 12
+NAMED = 12
 #: up to which level of false alarms calibration is drawn: beyond, nobody decides
 _LEVELS = 0.2
 #: scores further from the bulk than so many times its width are counted in the outermost bins
 _REACH = 5.0
 
-_SETTINGS: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so a picture is the same everywhere
-    "font.size": BODY,
-    "axes.titlesize": TITLE,
-    "axes.labelsize": BODY,
-    "xtick.labelsize": SMALL,
-    "ytick.labelsize": SMALL,
-    "legend.fontsize": SMALL,
-    "legend.frameon": False,
-    "legend.labelspacing": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "lines.linewidth": 2.2,
-    "text.parse_math": False,  # a name may hold a dollar sign
-    "pdf.fonttype": 42,  # outlines that editors can open as text
-    "svg.fonttype": "path",  # no font is needed
-    "svg.hashsalt": "rmd-plugin",
-}
-
 
 # -- the style ---------------------------------------------------------------------------------------------------------
 
 
-def house_style() -> AbstractContextManager[None]:
-    """Settings for making and saving a figure; the caller's own come back afterwards."""
-    return rc_context(_SETTINGS)
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Settings for making and saving a figure, also as a decorator; the caller's own come back afterwards."""
+    with style.context(Path(__file__).with_name("house.mplstyle")):
+        yield
 
 
-def new_figure(size: tuple[float, float] = SLIDE) -> Figure:
-    """An empty figure of so many inches with its own canvas, outside pyplot."""
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def new_panels(
-    count: int, size: tuple[float, float], columns: int = 1, *, title: str = ""
-) -> tuple[Figure, list[Axes]]:
+def new_panels(count: int, size: tuple[float, float], columns: int = 1, title: str = "") -> tuple[Figure, list[Axes]]:
     """A figure of equal panels, at most ``columns`` beside each other, each of so many inches."""
     columns = max(min(count, columns), 1)
     lines = max(-(-count // columns), 1)
-    figure = new_figure((size[0] * columns, size[1] * lines))
+    figure = Figure(figsize=(size[0] * columns, size[1] * lines))
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE)
+        figure.suptitle(title, x=0.01, ha="left")
     grid = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axes in grid[count:]:
         axes.set_axis_off()
     return figure, grid[:count]
 
 
-def quiet_grid(axes: Axes, *, axis: str = "both") -> None:
-    """A grid that stays behind the data."""
-    axes.grid(True, axis=axis, color="#E3E3E3", linewidth=0.8)  # type: ignore[arg-type]
-    axes.set_axisbelow(True)
-
-
 def name_lines(axes: Axes) -> None:
     """Names of the lines that have a label to the right of the panel, the line that ends highest on top."""
 
     def last_height(line: Any) -> float:
-        heights = np.asarray(line.get_ydata(), dtype=float)
-        return float(heights[np.isfinite(heights)][-1]) if np.isfinite(heights).any() else -math.inf
+        return float(pd.Series(line.get_ydata(), dtype=float).ffill().tail(1).sum())
 
     lines = sorted(axes.get_legend_handles_labels()[0], key=last_height, reverse=True)
     axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1.0, 0.5), labelcolor="linecolor", handlelength=1.6)
 
 
+def detector_style(detector: str) -> dict[str, Any]:
+    """How the line of a detector is drawn in every figure: ``color`` and ``linestyle`` for ``axes.plot``.
+
+    A detector that is not in the table has the last dash, in a colour that depends on its name alone.
+    """
+    known, colours = list(LABELS), list(PALETTE.values())
+    place = known.index(detector) if detector in LABELS else len(known) + crc32(detector.encode()) % len(colours)
+    dash, number = divmod(place, len(colours))
+    return {"color": colours[number], "linestyle": DASHES[dash]}
+
+
+def colour(detector: str) -> str:
+    """Colour of a detector in every figure."""
+    return str(detector_style(detector)["color"])
+
+
 def set_colours(distances: Mapping[str, str]) -> dict[str, str]:
     """A colour for every OOD set, warm for near and cold for far; they repeat after three of a kind."""
-    colours = {distance: cycle(choices) for distance, choices in DISTANCE_COLOURS.items()}
+    colours = {"near": cycle(NEAR_COLOURS), "far": cycle(FAR_COLOURS), "": cycle(NEAR_COLOURS)}
     return {name: next(colours[distance]) for name, distance in distances.items()}
 
 
-def save_figure(
-    figure: Figure, stem: str | os.PathLike[str], *, formats: tuple[str, ...] = ("png", "pdf")
-) -> list[Path]:
+def save_figure(figure: Figure, stem: str | os.PathLike[str], formats: Sequence[str] = ("png", "pdf")) -> list[Path]:
     """Write a figure as ``stem.png`` and so on, and return the files. Equal figures give equal files."""
     logging.getLogger("fontTools").setLevel(logging.WARNING)  # the PDF writer tells about every font table
     undated: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
@@ -153,6 +142,7 @@ def choose_detectors(rows: pd.DataFrame, count: int = 6) -> list[str]:
     return [name for name in ranked if name in chosen[:count]]
 
 
+@house_style()
 def roc_figure(
     scores: Scores, rows: pd.DataFrame, *, detectors: Sequence[str] | None = None, title: str = "", panels: int = 4
 ) -> Figure | None:
@@ -165,27 +155,24 @@ def roc_figure(
     sets = near_first(distances)[:panels]
     if not sets:
         return None
-    with house_style():
-        figure, grid = new_panels(len(sets), (6.4, 5.9), columns=2, title=title)
-        for axes, name in zip(grid, sets, strict=True):
-            values = numbers_of(rows, named, AUROC, name)["value"].sort_values(ascending=False)
-            for detector in [*(other for other in scores if other not in named), *values.index]:
-                if name in scores[detector]:
-                    style: dict[str, Any] = {"color": "#DADADA", "linewidth": 1.0}
-                    if detector in named:
-                        style = {
-                            **detector_style(detector),
-                            "label": f"{label(detector)}  {100 * values[detector]:.1f}",
-                        }
-                    axes.plot(*roc_points(scores[detector][ID], scores[detector][name]), **style)
-            axes.plot([0, 1], [0, 1], color=QUIET, linewidth=1.0, linestyle=DASHES[2])
-            axes.set(xlim=(0, 1), ylim=(0, 1.003), aspect="equal", title=set_title(name, distances))
-            axes.set(xlabel="in-distribution flagged (false positives)", ylabel="OOD found (true positives)")
-            axes.legend(loc="lower right", labelcolor="linecolor")
-            quiet_grid(axes)
+    figure, grid = new_panels(len(sets), (6.4, 5.9), columns=2, title=title)
+    for axes, name in zip(grid, sets, strict=True):
+        values = tables.numbers_of(rows, named, AUROC, name)["value"].sort_values(ascending=False)
+        for detector in [*(other for other in scores if other not in named), *values.index]:
+            if name in scores[detector]:
+                look: dict[str, Any] = {"color": "#DADADA", "linewidth": 1.0}
+                if detector in named:
+                    look = {**detector_style(detector), "label": f"{label(detector)}  {100 * values[detector]:.1f}"}
+                axes.plot(*roc_points(scores[detector][ID], scores[detector][name]), **look)
+        axes.plot([0, 1], [0, 1], color=QUIET, linewidth=1.0, linestyle=DASHES[2])
+        axes.set(xlim=(0, 1), ylim=(0, 1.003), aspect="equal", title=set_title(name, distances))
+        axes.set(xlabel="in-distribution flagged (false positives)", ylabel="OOD found (true positives)")
+        axes.legend(loc="lower right", labelcolor="linecolor")
+        axes.grid()
     return figure
 
 
+@house_style()
 def histogram_figure(
     scores: Scores, rows: pd.DataFrame | None = None, *, detectors: Sequence[str] | None = None, title: str = ""
 ) -> Figure:
@@ -199,22 +186,18 @@ def histogram_figure(
     distances = ood_sets(rows)
     distances |= {name: "" for sets in scores.values() for name in sets if name not in (ID, CALIBRATION, *distances)}
     colours = {**set_colours(distances), ID: ID_COLOUR}
-    near = near_far_means(rows)["near"]
-    with house_style():
-        figure, grid = new_panels(len(chosen), (5.0, 3.8), columns=3, title=title)
-        for axes, detector in zip(grid, chosen, strict=True):
-            names = [ID, *(name for name in near_first(distances) if name in scores[detector])]
-            mine = {name: scores[detector][name] for name in names if np.isfinite(scores[detector][name]).any()}
-            histogram_panel(axes, mine, colours, "score, higher = more OOD")
-            decided = select(rows, detector=detector, status="ok")
-            for alpha in levels(decided)[:1]:
-                threshold = select(decided, metric=at_level(THRESHOLD, alpha))["value"].max()
-                if axes.get_xlim()[0] < threshold < axes.get_xlim()[1]:
-                    axes.axvline(threshold, color="black", linewidth=1.2, linestyle=DASHES[1])
-                    axes.set_xlabel(f"{axes.get_xlabel()}; dashed: {100 * alpha:g} % false alarms", fontsize=SMALL)
-            area = near.get(detector, math.nan)
-            text = "" if math.isnan(area) else f", near AUROC {100 * area:.1f}"
-            axes.set_title(label(detector) + text, fontsize=SMALL + 1)
+    near = tables.near_far_means(rows)["near"]
+    figure, grid = new_panels(len(chosen), (5.0, 3.8), columns=3, title=title)
+    for axes, detector in zip(grid, chosen, strict=True):
+        names = [ID, *(name for name in near_first(distances) if name in scores[detector])]
+        mine = {name: scores[detector][name] for name in names if np.isfinite(scores[detector][name]).any()}
+        histogram_panel(axes, mine, colours, "score, higher = more OOD")
+        alpha, threshold = tables.decision_of(rows, detector)
+        if axes.get_xlim()[0] < threshold < axes.get_xlim()[1]:
+            axes.axvline(threshold, color="black", linewidth=1.2, linestyle=DASHES[1])
+            axes.set_xlabel(f"{axes.get_xlabel()}; dashed: {100 * alpha:g} % false alarms", fontsize=SMALL)
+        area = near.get(detector, math.nan)
+        axes.set_title(label(detector) + ("" if math.isnan(area) else f", near AUROC {100 * area:.1f}"))
     return figure
 
 
@@ -250,15 +233,15 @@ def histogram_panel(axes: Axes, samples: Mapping[str, np.ndarray], colours: Mapp
             axes.stairs(shares, edges, fill=True, alpha=0.35, color=colours[name])
         text_of_set = "in-distribution" if name == ID else name
         axes.stairs(shares, edges, linewidth=1.2 if name == ID else 2.2, label=text_of_set, color=colours[name])
-    axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    axes.set_xlim(edges[0], edges[-1])
+    axes.set(xlim=(edges[0], edges[-1]), yticks=[])
     axes.set_xlabel(text, fontsize=SMALL)
     axes.locator_params(axis="x", nbins=4)
     if samples:
         axes.legend(labelcolor="linecolor", fontsize=SMALL - 1, handlelength=1.0, borderaxespad=0.0)
 
 
+@house_style()
 def calibration_figure(
     scores: Scores, rows: pd.DataFrame | None = None, *, detectors: Sequence[str] | None = None, title: str = ""
 ) -> Figure | None:
@@ -276,21 +259,20 @@ def calibration_figure(
     alarms = np.floor(asked * (size + 1) + 1e-9)
     from scipy.stats import betabinom  # takes a moment
 
-    with house_style():
-        figure, (axes,) = new_panels(1, _PANEL, title=title)
-        usable = alarms > 0
-        band = [betabinom.ppf(share, tested, alarms[usable], size + 1 - alarms[usable]) for share in (0.025, 0.975)]
-        axes.fill_between(100 * asked[usable], *(100 * edge / tested for edge in band), color="#E6E6E6", linewidth=0)
-        axes.plot([0, 100 * _LEVELS], [0, 100 * _LEVELS], color=QUIET, linewidth=1.0, linestyle=DASHES[2])
-        for name, (held_out, test) in pairs.items():
-            # p <= level, p being (1 + number of calibration scores that reach the score) / (size + 1)
-            reached = 1 + size - np.searchsorted(np.sort(held_out), test, side="left")
-            flagged = 100 * np.mean(reached <= alarms[:, None], axis=1)
-            axes.plot(100 * asked, flagged, label=label(name), **detector_style(name))
-        axes.set(xlim=(0, 100 * _LEVELS), xlabel="requested false alarms (%)", ylabel="flagged of the ID test set (%)")
-        axes.set_ylim(bottom=0)
-        quiet_grid(axes)
-        name_lines(axes)
+    figure, (axes,) = new_panels(1, _PANEL, title=title)
+    usable = alarms > 0
+    band = [betabinom.ppf(share, tested, alarms[usable], size + 1 - alarms[usable]) for share in (0.025, 0.975)]
+    axes.fill_between(100 * asked[usable], *(100 * edge / tested for edge in band), color="#E6E6E6", linewidth=0)
+    axes.plot([0, 100 * _LEVELS], [0, 100 * _LEVELS], color=QUIET, linewidth=1.0, linestyle=DASHES[2])
+    for name, (held_out, test) in pairs.items():
+        # p <= level, p being (1 + number of calibration scores that reach the score) / (size + 1)
+        reached = 1 + size - np.searchsorted(np.sort(held_out), test, side="left")
+        flagged = 100 * np.mean(reached <= alarms[:, None], axis=1)
+        axes.plot(100 * asked, flagged, label=label(name), **detector_style(name))
+    axes.set(xlim=(0, 100 * _LEVELS), xlabel="requested false alarms (%)", ylabel="flagged of the ID test set (%)")
+    axes.set_ylim(bottom=0)
+    axes.grid()
+    name_lines(axes)
     return figure
 
 
@@ -306,7 +288,7 @@ def roc_points(id_scores: np.ndarray, ood_scores: np.ndarray, points: int = 400)
 # -- of one run -------------------------------------------------------------------------------------------------------
 
 
-def history_sets(history: Sequence[Mapping[str, Any]]) -> list[str]:
+def history_sets(history: History) -> list[str]:
     """OOD sets that have curves of AUROC, their mean first; of one set the mean is the same curve and left out."""
     sets = list(dict.fromkeys(str(row["ood"]) for row in history if row["metric"] == AUROC and row["ood"]))
     if len(sets) == 2:
@@ -314,52 +296,47 @@ def history_sets(history: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(sets, key=lambda name: name != MEAN)
 
 
+@house_style()
 def epochs_figure(
-    history: Sequence[Mapping[str, Any]],
-    sets: Sequence[str] | None = None,
-    *,
-    detectors: Sequence[str] | None = None,
-    distances: Mapping[str, str] | None = None,
+    history: History, detectors: Sequence[str] = (), distances: Mapping[str, str] | None = None
 ) -> Figure:
     """AUROC over the epochs, one panel per OOD set, one line per detector; a gap where it is missing.
 
     Args:
-        history: rows with epoch, step, detector, ood, metric and value, as a monitor keeps them.
-        sets: the OOD sets, or ``mean``; by default :func:`history_sets`.
-        detectors: those that have a name, as far as there is room; by default as they appear. The others are grey.
+        history: of the monitor.
+        detectors: those that have a name, as far as there is room; without any, all. The others are grey.
         distances: OOD set -> ``near`` or ``far``, for its heading.
     """
-    sets = history_sets(history) if sets is None else sets
+    sets = history_sets(history)
     rows = pd.DataFrame([row for row in history if row["ood"] in sets and row["metric"] == AUROC])
     drawn = list(rows["detector"].unique()) if len(rows) else []
-    named = [name for name in (drawn if detectors is None else detectors) if name in drawn][:_NAMED]
-    with house_style():
-        figure, grid = new_panels(len(sets), _PANEL, columns=3)
-        for axes, ood in zip(grid, sets, strict=True):
-            mine = rows[rows["ood"] == ood]
-            # several validations within an epoch need a finer scale
-            by_epoch = mine["epoch"].nunique() == len(mine[["epoch", "step"]].drop_duplicates())
-            for name in sorted(drawn, key=lambda name: name in named):
-                curve = mine[mine["detector"] == name]
-                style = {**detector_style(name), "label": label(name)} if name in named else {"color": QUIET}
-                # a line through few points shows them; through many they would hide it
-                marker = "o" if len(curve) <= 25 else ""
-                x = curve["epoch"] + 1 if by_epoch else curve["step"]
-                axes.plot(x, 100 * curve["value"].astype(float), marker=marker, markersize=4.5, **style)
-            axes.margins(x=0.03)
-            if by_epoch:
-                axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-            title = "mean over the OOD sets" if ood == MEAN else set_title(ood, distances or {})
-            axes.set(xlabel="epoch" if by_epoch else "step", ylabel="AUROC (%)")
-            axes.set_title(title, fontsize=SMALL + 2)
-            quiet_grid(axes, axis="y")
-            name_lines(axes)
+    named = [name for name in detectors or drawn if name in drawn][:NAMED]
+    figure, grid = new_panels(len(sets), _PANEL, columns=3)
+    for axes, ood in zip(grid, sets, strict=True):
+        mine = rows[rows["ood"] == ood]
+        # several validations within an epoch need a finer scale
+        by_epoch = mine["epoch"].nunique() == len(mine[["epoch", "step"]].drop_duplicates())
+        for name in sorted(drawn, key=lambda name: name in named):
+            curve = mine[mine["detector"] == name]
+            look = {**detector_style(name), "label": label(name)} if name in named else {"color": QUIET}
+            # a line through few points shows them; through many they would hide it
+            marker = "o" if len(curve) <= 25 else ""
+            x = curve["epoch"] + 1 if by_epoch else curve["step"]
+            axes.plot(x, 100 * curve["value"].astype(float), marker=marker, markersize=4.5, **look)
+        axes.margins(x=0.03)
+        if by_epoch:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+        title = "mean over the OOD sets" if ood == MEAN else set_title(ood, distances or {})
+        axes.set(xlabel="epoch" if by_epoch else "step", ylabel="AUROC (%)", title=title)
+        axes.grid(axis="y")
+        name_lines(axes)
     return figure
 
 
 # -- of many runs -----------------------------------------------------------------------------------------------------
 
 
+@house_style()
 def cost_figure(summary: Summary) -> Figure | None:
     """Mean number of every detector against its time to score, in times of the reference's; None without times.
 
@@ -371,20 +348,19 @@ def cost_figure(summary: Summary) -> Figure | None:
     sign = -1 if summary.best == "lowest" else 1
     ordered = points.assign(good=sign * points["mean"]).sort_values(["cost", "good"], ascending=[True, False])
     front = ordered[ordered["good"] > ordered["good"].cummax().shift(fill_value=-math.inf)]
-    with house_style():
-        figure, (axes,) = new_panels(1, (10.0, 7.0))
-        axes.set_xscale("log")
-        axes.step(front["cost"], 100 * front["mean"], where="post", color=QUIET, linewidth=1.4)
-        for name, x, y in points.itertuples():
-            axes.plot(x, 100 * y, "o", color=colour(name), markersize=9 if name in OURS else 6)
-            text = axes.annotate(label(name), (x, 100 * y), (7, -4), textcoords="offset points", color=colour(name))
-            text.set(fontsize=SMALL - 2, fontweight="bold" if name in OURS else "normal")
-            text.set_path_effects([withStroke(linewidth=3, foreground="white")])  # readable across a line
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
-        axes.set_xlabel(f"time to score the test sets, {label(summary.reference)} = 1")
-        on = " on near-OOD" if (summary.groups["judged"] == "mean (near)").all() else ""
-        axes.set_ylabel(f"{summary.metric} (%){on}, mean over {len(summary.groups)} benchmarks")
-        axes.margins(x=0.12, y=0.06)
-        quiet_grid(axes)
+    figure, (axes,) = new_panels(1, (10.0, 7.0))
+    axes.set_xscale("log")
+    axes.step(front["cost"], 100 * front["mean"], where="post", color=QUIET, linewidth=1.4)
+    for name, x, y in points.itertuples():
+        axes.plot(x, 100 * y, "o", color=colour(name), markersize=9 if name in OURS else 6)
+        text = axes.annotate(label(name), (x, 100 * y), (7, -4), textcoords="offset points", color=colour(name))
+        text.set(fontsize=SMALL - 2, fontweight="bold" if name in OURS else "normal")
+        text.set_path_effects([withStroke(linewidth=3, foreground="white")])  # readable across a line
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+    axes.set_xlabel(f"time to score the test sets, {label(summary.reference)} = 1")
+    on = " on near-OOD" if (summary.groups["judged"] == "mean (near)").all() else ""
+    axes.set_ylabel(f"{summary.metric} (%){on}, mean over {len(summary.groups)} benchmarks")
+    axes.margins(x=0.12, y=0.06)
+    axes.grid()
     return figure

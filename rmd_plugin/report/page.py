@@ -16,12 +16,12 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 from matplotlib.figure import Figure
 
-from rmd_plugin.compare.rows import ACCURACY, AUROC, THRESHOLD, at_level, levels, make_rows, select
+from rmd_plugin.compare.rows import ACCURACY, AUROC, make_rows, select
 from rmd_plugin.files import replacing
 from rmd_plugin.report import figures, tables
-from rmd_plugin.report.names import DASHES, LONG_NAMES, OURS, PALETTE, label
+from rmd_plugin.report.figures import DASHES, PALETTE
 from rmd_plugin.report.run import CONFIG, ID, REPORT, RunFolder, Scores, describe_error
-from rmd_plugin.report.tables import METRICS, WORDS, interval, near_first, ood_sets, percent, ranking, set_title
+from rmd_plugin.report.tables import interval, label, near_first, ood_sets, percent, ranking, set_title
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -32,8 +32,8 @@ T = TypeVar("T")
 _SETS, _COUNT = 3, 8
 #: longer side of a thumbnail in pixels, the one up to which nothing may be lost, letters of a text
 _SIDE, _TINY, _LETTERS = 160, 64, 280
-#: of a table of scores: the highest and lowest, those with a reason, and classes that are shown; bins of the p-values
-EXTREMES, REASONS, _CLASSES, _P_BINS = 24, 50, 50, 20
+#: of a table of scores: the highest and lowest, lines of other tables that are shown; bins of the p-values
+EXTREMES, SHOWN, _P_BINS = 24, 50, 20
 
 
 class Picture(NamedTuple):
@@ -45,11 +45,9 @@ class Picture(NamedTuple):
 
 def picture(figure: Figure, alt: str) -> Picture:
     """A figure as an SVG; ``alt`` says what it shows."""
-    buffer = io.BytesIO()
-    with figures.house_style():
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
     # an address, not the SVG itself: several in one document would share their ids
-    return Picture(_data_address("svg+xml", buffer), alt)
+    with figures.house_style():
+        return _picture("svg+xml", alt, lambda file: figure.savefig(file, format="svg", metadata={"Date": None}))
 
 
 def thumbnail(image: Image.Image, alt: str) -> Picture:
@@ -57,13 +55,13 @@ def thumbnail(image: Image.Image, alt: str) -> Picture:
     small = image.convert("RGB")
     small.thumbnail((_SIDE, _SIDE))
     kind = "png" if max(small.size) <= _TINY else "jpeg"
+    return _picture(kind, alt, lambda file: small.save(file, kind))
+
+
+def _picture(kind: str, alt: str, write: Callable[[io.BytesIO], None]) -> Picture:
     buffer = io.BytesIO()
-    small.save(buffer, kind)
-    return Picture(_data_address(kind, buffer), alt)
-
-
-def _data_address(kind: str, content: io.BytesIO) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(content.getvalue()).decode('ascii')}"
+    write(buffer)
+    return Picture(f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}", alt)
 
 
 def preview(item: Any, alt: str) -> Picture | str | None:
@@ -85,21 +83,17 @@ def preview(item: Any, alt: str) -> Picture | str | None:
     # normalised numbers are left out: nobody says what is black
     if item.dtype.kind == "f" and item.min() >= 0 and item.max() <= 1:
         item = np.rint(255 * item).astype(np.uint8)
-    item = item[..., 0] if item.ndim == 3 and item.shape[2] == 1 else item
-    shows = item.dtype == np.uint8 and (item.ndim == 2 or (item.ndim == 3 and item.shape[2] == 3))
+    item = np.squeeze(item, 2) if item.shape[2:] == (1,) else item
+    shows = item.dtype == np.uint8 and item.ndim > 1 and item.shape[2:] in ((), (3,))
     return thumbnail(Image.fromarray(item), alt) if shows else None
 
 
 def make_card(name: str, details: Sequence[str], flagged: bool, preview: Picture | str | None) -> dict[str, Any]:
     """One sample on a page as plain data: its name, some lines about it, and how it looks or what it says, if known."""
     text = " ".join(preview.split()) if isinstance(preview, str) else ""
-    return {
-        "name": name,
-        "details": list(details),
-        "flagged": flagged,
-        "picture": preview._asdict() if isinstance(preview, Picture) else None,
-        "text": text if len(text) <= _LETTERS else f"{text[:_LETTERS]}…",
-    }
+    text = text[:_LETTERS] + "…" * (len(text) > _LETTERS)
+    image = preview._asdict() if isinstance(preview, Picture) else None
+    return {"name": name, "details": list(details), "flagged": flagged, "picture": image, "text": text}
 
 
 # -- of a run ---------------------------------------------------------------------------------------------------------
@@ -122,14 +116,11 @@ def collect_samples(
     leader = next((name for name in ranking(rows) if name in scores), None)
     if leader is None:
         return None
-    mine = select(rows, detector=leader, status="ok")
-    thresholds = [select(mine, metric=at_level(THRESHOLD, alpha))["value"].min() for alpha in levels(mine)]
-    threshold = float(thresholds[0]) if thresholds else math.inf
+    _, threshold = tables.decision_of(rows, leader)
     distances = ood_sets(rows)
-    sets = [name for name in near_first(distances) if name in scores[leader]]
     ends = {"the most unknown": -1, "the most ordinary, detected last": 1}
     wanted = [(ID, "in-distribution test set", "the most unknown")]
-    wanted += [(name, set_title(name, distances), end) for name in sets[:_SETS] for end in ends]
+    wanted += [(name, set_title(name, distances), end) for name in near_first(distances)[:_SETS] for end in ends]
     groups: list[dict[str, Any]] = []
     for name, title, end in wanted:
         values = scores[leader].get(name, np.empty(0))
@@ -144,12 +135,9 @@ def collect_samples(
     return {"detector": leader, "groups": groups} if visible else None
 
 
-def write_report(folder: str | os.PathLike[str] | RunFolder) -> Path:
+def write_report(run: RunFolder) -> Path:
     """Write the page about a run to ``report.html`` in its folder. See :func:`render_report`."""
-    run = folder if isinstance(folder, RunFolder) else RunFolder(folder)
-    page = render_report(run)
-    with replacing(run.file(REPORT)) as file:
-        file.write(page)
+    run.write_text(REPORT, render_report(run))
     return run.file(REPORT)
 
 
@@ -160,8 +148,6 @@ def render_report(run: RunFolder) -> str:
     that cannot be drawn: a report comes after hours of training, and the rest must stand. A new section is a function
     that draws pictures, an entry in ``pictures``, and its heading and text in ``templates/report.html``.
     """
-    if not run.path.is_dir():
-        raise FileNotFoundError(f"{run.path} is not a folder. Give the output folder of a run.")
     problems: list[str] = []
 
     def attempt(draw: Callable[..., T], *arguments: Any) -> T | None:
@@ -175,22 +161,23 @@ def render_report(run: RunFolder) -> str:
 
     rows, status = attempt(run.read_rows), attempt(run.read_status)
     rows = make_rows() if rows is None else rows
-    about = status.about if status is not None else {}
-    # scores and a choice belong to one comparison
-    single = len(rows[tables.COMPARISON].drop_duplicates()) == 1
-    scores = (attempt(run.read_scores) or {}) if single else {}
+    about = rows[tables.COMPARISON].iloc[0].to_dict() if len(rows) else status.about if status is not None else {}
+    scores = attempt(run.read_scores) or {}
+    calibration = attempt(figures.calibration_figure, scores, rows)
     return tables.render(
         "report.html",
-        about={key: ", ".join(map(str, rows[key].unique())) or about.get(key, "") for key in tables.COMPARISON},
+        about={"benchmark": "", "backbone": "", "seed": "", **about},
         status=status,
-        choice=attempt(tables.choose, rows, scores) if single else None,
+        choice=attempt(tables.choose, rows, scores),
         accuracies=list(select(rows, metric=ACCURACY, detector="", status="ok").itertuples()),
-        words=_words(rows),
-        tables=attempt(lambda: [table for table in tables.comparison_tables(rows) if table.rows or table.notes]),
+        distances=ood_sets(rows).values(),
+        detectors=ranking(rows),
+        tables=attempt(tables.comparison_tables, rows),
         decisions=attempt(tables.decision_tables, rows),
         joint=attempt(tables.joint_tables, rows),
         pictures={
-            "calibration": attempt(_calibration, rows, scores),
+            "calibration": calibration
+            and attempt(lambda: [picture(calibration, "Requested and measured false alarms")]),
             "over_training": attempt(_over_training, rows, attempt(run.read_history) or []),
             "scores": attempt(_histograms, rows, scores),
         },
@@ -203,27 +190,13 @@ def render_report(run: RunFolder) -> str:
     )
 
 
-def _words(rows: pd.DataFrame) -> list[tuple[str, str]]:
-    """The words and the short names on the page, with what they mean."""
-    distances = ood_sets(rows).values()
-    words = [(word, meaning) for word, meaning in WORDS.items() if distances and word in ("AUROC", *distances)]
-    words += [(title, meaning) for name, (title, _, meaning) in METRICS.items() if (rows["metric"] == name).any()]
-    return words + [(label(name), LONG_NAMES[name]) for name in ranking(rows) if name in LONG_NAMES]
-
-
-def _calibration(rows: pd.DataFrame, scores: Scores) -> list[Picture]:
-    figure = figures.calibration_figure(scores, rows)
-    return [] if figure is None else [picture(figure, "Requested false alarms against those on the ID test set")]
-
-
-def _over_training(rows: pd.DataFrame, history: Sequence[Mapping[str, Any]]) -> list[Picture]:
+def _over_training(rows: pd.DataFrame, history: figures.History) -> list[Picture]:
     fitted = [row for row in history if row["metric"] == AUROC and row["ood"] and row["stage"] == "fit"]
-    distances, ranked = ood_sets(rows), ranking(rows)
-    # the best of the table have a colour, and RMD and MD in every picture
-    detectors = list(dict.fromkeys([*ranked[:1], *OURS[:2], *ranked, *(row["detector"] for row in fitted)]))
+    distances = ood_sets(rows)
+    detectors = figures.choose_detectors(rows, figures.NAMED)
     return [
         picture(
-            figures.epochs_figure(fitted, [name], detectors=detectors, distances=distances),
+            figures.epochs_figure([row for row in fitted if row["ood"] == name], detectors, distances),
             f"AUROC over the epochs: {set_title(name, distances)}",
         )
         for name in figures.history_sets(fitted)
@@ -255,59 +228,34 @@ class ScoringRun:
     interrupted: bool = False
 
 
-@dataclass(frozen=True)
 class ScoreSummary:
-    """What is known about all rows of a table of scores together."""
+    """What is known about all rows of ``scores.parquet`` together."""
 
-    numbers: pd.DataFrame  #: columns score, p_value and is_ood of every row
-    scored: int  #: rows with a score, one that is no number included
-    flagged: int
-    nan: int  #: scores that are no number; they are flagged
-    classes: pd.DataFrame  #: columns Scored and Flagged by class, the most flagged first
-    highest: pd.DataFrame  #: rows of the table with a column name, the most unknown first
-    lowest: pd.DataFrame  #: the most ordinary first
-    with_reason: int
-    reasons: pd.DataFrame  #: columns Sample and Reason, the first of them
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        import pyarrow.dataset as ds  # type: ignore[import-untyped]
 
-    @property
-    def broken(self) -> int:
-        """Rows without a score."""
-        return len(self.numbers) - self.scored
-
-    @property
-    def share(self) -> float:
-        """Share of the scored that were flagged; NaN if nothing was scored."""
-        return self.flagged / self.scored if self.scored else math.nan
-
-
-def summarise_scores(path: str | os.PathLike[str]) -> ScoreSummary:
-    """Read ``scores.parquet``."""
-    import pyarrow.dataset as ds  # type: ignore[import-untyped]
-
-    table = ds.dataset(path, format="parquet")
-    name = table.schema.names[0]
-    numbers = table.to_table(columns=["score", "p_value", "is_ood", "class"]).to_pandas()
-    numbers["is_ood"] = numbers["is_ood"].eq(True).astype(bool)
-    numbers["Scored"], numbers["Flagged"] = numbers["score"].notna() | numbers["is_ood"], numbers["is_ood"]
-    classes = numbers.groupby("class")[["Scored", "Flagged"]].sum()
-    ordered = numbers["score"].dropna().sort_values(kind="stable").index.to_numpy()
-    has_reason = ds.field("reason").is_valid()
-    reasons = table.head(REASONS, columns=[name, "reason"], filter=has_reason).to_pandas()
-
-    def rows_at(places: np.ndarray) -> pd.DataFrame:
-        return table.take(places).to_pandas().rename(columns={name: "name"})
-
-    return ScoreSummary(
-        numbers,
-        scored=int(numbers["Scored"].sum()),
-        flagged=int(numbers["is_ood"].sum()),
-        nan=int((numbers["score"].isna() & numbers["is_ood"]).sum()),
-        classes=classes.sort_values(["Flagged", "Scored"], ascending=False, kind="stable"),
-        highest=rows_at(ordered[::-1][:EXTREMES]),
-        lowest=rows_at(ordered[:EXTREMES]),
-        with_reason=table.count_rows(filter=has_reason),
-        reasons=reasons.set_axis(["Sample", "Reason"], axis=1),
-    )
+        table = ds.dataset(path, format="parquet")
+        name = table.schema.names[0]
+        numbers = table.to_table(columns=["score", "p_value", "is_ood", "class"]).to_pandas()
+        numbers["is_ood"] = numbers["is_ood"].eq(True).astype(bool)
+        numbers["Scored"], numbers["Flagged"] = numbers["score"].notna() | numbers["is_ood"], numbers["is_ood"]
+        self.numbers = numbers  #: columns score, p_value and is_ood of every row
+        self.scored = int(numbers["Scored"].sum())  #: rows with a score, one that is no number included
+        self.broken = len(numbers) - self.scored  #: rows without a score
+        self.flagged = int(numbers["is_ood"].sum())
+        self.share = self.flagged / self.scored if self.scored else math.nan  #: of the scored that were flagged
+        self.nan = int((numbers["score"].isna() & numbers["is_ood"]).sum())  #: scores that are no number; flagged
+        classes = numbers.groupby("class")[["Scored", "Flagged"]].sum()
+        #: columns Scored and Flagged by class, the most flagged first
+        self.classes = classes.sort_values(["Flagged", "Scored"], ascending=False, kind="stable")
+        ordered = numbers["score"].dropna().sort_values(kind="stable").index.to_numpy()
+        #: rows of the table with a column name: the most unknown first, the most ordinary first
+        self.highest, self.lowest = (
+            table.take(places[:EXTREMES]).to_pandas().rename(columns={name: "name"})
+            for places in (ordered[::-1], ordered)
+        )
+        reasons = table.to_table(columns=[name, "reason"], filter=ds.field("reason").is_valid())
+        self.reasons = reasons.to_pandas().set_axis(["Sample", "Reason"], axis=1)  #: of rows without a score
 
 
 #: names of samples -> what they look like: a thumbnail or the text, as far as there is one
@@ -317,7 +265,7 @@ Previews = Callable[[Collection[str]], Mapping[str, "Picture | str"]]
 def write_scores_page(path: str | os.PathLike[str], summary: ScoreSummary, run: ScoringRun, previews: Previews) -> Path:
     """Write the page about scores: how many were flagged, the most unknown samples, the most ordinary, each class."""
     shown = previews({*summary.highest["name"], *summary.lowest["name"]})
-    classes = summary.classes[:_CLASSES].reset_index(names="Predicted class")
+    classes = summary.classes.reset_index(names="Predicted class")
     classes["Share (%)"] = 100 * classes["Flagged"] / classes["Scored"]
     page = tables.render(
         "scores.html",
@@ -327,8 +275,8 @@ def write_scores_page(path: str | os.PathLike[str], summary: ScoreSummary, run: 
         pictures=_score_pictures(summary, run),
         highest=_score_cards(summary.highest, shown),
         lowest=_score_cards(summary.lowest, shown),
-        classes=tables.frame_table(classes, notes=_and_more(len(summary.classes), len(classes))),
-        reasons=tables.frame_table(summary.reasons, notes=_and_more(summary.with_reason, len(summary.reasons))),
+        classes=_first_rows(classes),
+        reasons=_first_rows(summary.reasons),
     )
     with replacing(path) as file:
         file.write(page)
@@ -336,10 +284,8 @@ def write_scores_page(path: str | os.PathLike[str], summary: ScoreSummary, run: 
 
 
 def share(value: float) -> str:
-    """A share for readers: ``23 %``, with a digit more where it is small."""
-    if math.isnan(value):
-        return "–"
-    return f"{100 * value:.1f} %" if 0 < value < 0.1 else f"{100 * value:.0f} %"
+    """A share for readers: ``23.4 %``."""
+    return "–" if math.isnan(value) else f"{100 * value:.1f} %"
 
 
 def number(value: float) -> str:
@@ -355,8 +301,9 @@ def _score_cards(rows: pd.DataFrame, previews: Mapping[str, Picture | str]) -> l
     return cards
 
 
-def _and_more(total: int, shown: int) -> list[str]:
-    return [f"The first {shown} of {total:,}; the others are in scores.parquet."] if total > shown else []
+def _first_rows(frame: pd.DataFrame) -> tables.Table:
+    more = [f"The first {SHOWN} of {len(frame):,}; the others are in scores.parquet."] if len(frame) > SHOWN else []
+    return tables.frame_table(frame[:SHOWN], notes=more)
 
 
 def _score_pictures(summary: ScoreSummary, run: ScoringRun) -> list[Picture]:
@@ -376,9 +323,8 @@ def _score_pictures(summary: ScoreSummary, run: ScoringRun) -> list[Picture]:
             widths, counts = np.diff(run.validation["edges"]), np.array(run.validation["counts"])
             heights = len(scores) * counts / counts.sum() * (edges[1] - edges[0]) / widths
             axes.stairs(heights, run.validation["edges"], color="black", label="the guard's validation data")
-        p_axes.hist(
-            numbers["p_value"], list(np.linspace(0, 1, _P_BINS + 1)), color=PALETTE["sky"], label="scored samples"
-        )
+        p_edges = list(np.linspace(0, 1, _P_BINS + 1))
+        p_axes.hist(numbers["p_value"], p_edges, color=PALETTE["sky"], label="scored samples")
         p_axes.axhline(len(scores) / _P_BINS, color="black", linewidth=1.4, label="if all were in-distribution")
         axes.set(xlim=(edges[0], edges[-1]), xlabel="score, higher = more OOD", ylabel="samples")
         p_axes.set(xlim=(0.0, 1.0), xlabel="p-value, lower = more OOD", ylabel="samples")
@@ -388,9 +334,6 @@ def _score_pictures(summary: ScoreSummary, run: ScoringRun) -> list[Picture]:
             panel.locator_params(axis="both", nbins=6)
             # above the panel, where no bar can be behind it
             panel.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.2)
-    p_alt = (
-        f"Histogram of the p-values: {share(summary.share)} are at most {run.alpha:g}, where in-distribution samples "
-        f"would have {100 * run.alpha:g} %"
-    )
+    p_alt = f"Histogram of the p-values: {share(summary.share)} are at most {run.alpha:g}"
     alt = f"Histogram of {summary.scored} scores, of which {summary.flagged} are flagged"
     return [picture(figure, alt), picture(p_figure, p_alt)]

@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -87,10 +86,9 @@ class RunStatus:
     def seconds(self) -> float:
         """How long the run took, or has taken so far; NaN if that is not known."""
         ended = _now() if self.state == "running" else self.ended
-        try:
-            return (datetime.fromisoformat(ended) - datetime.fromisoformat(self.started)).total_seconds()
-        except ValueError:
+        if not ended or not self.started:
             return math.nan
+        return (datetime.fromisoformat(ended) - datetime.fromisoformat(self.started)).total_seconds()
 
 
 class RunFolder:
@@ -123,10 +121,9 @@ class RunFolder:
     @property
     def done(self) -> bool:
         """Whether the run ended well and its rows are there, so that it need not run again."""
-        try:
+        with suppress(OSError, ValueError):
             return self.file(ROWS).is_file() and self.read_status().state == "done"
-        except (OSError, ValueError):
-            return False
+        return False
 
     @contextmanager
     def running(
@@ -157,7 +154,7 @@ class RunFolder:
     def start(self, *, config: Any = None, about: RunIdentity | None = None, command: str | None = None) -> None:
         """Write config, command and versions, and the status ``running``. See :meth:`running`."""
         if config is not None:
-            self._write(CONFIG, _config_text(config))
+            self.write_text(CONFIG, _config_text(config))
         self._write_json(VERSIONS, {"command": command or current_command(), **collect_versions()})
         status = RunStatus("running", about=about or {}, started=_now(), host=socket.gethostname(), pid=os.getpid())
         self._write_json(STATUS, asdict(status))
@@ -208,10 +205,9 @@ class RunFolder:
         """What :meth:`write_history` wrote; empty if there is none."""
 
         def parse(path: Path) -> list[dict[str, Any]]:
-            texts = pd.read_csv(path, usecols=_HISTORY, dtype=str, keep_default_na=False).replace(
-                {"value": {"": "nan"}}
-            )
-            return list(texts.astype({"epoch": int, "step": int, "value": float}).to_dict("records"))
+            texts = pd.read_csv(path, usecols=_HISTORY, dtype=str, keep_default_na=False)
+            numbers = texts.replace({"value": {"": "nan"}}).astype({"epoch": int, "step": int, "value": float})
+            return list(numbers.to_dict("records"))
 
         return self._read(HISTORY, parse, [])
 
@@ -250,12 +246,13 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         return self.file(name)
 
-    def _write(self, name: str, text: str) -> None:
+    def write_text(self, name: str, text: str) -> None:
+        """Write one of the files."""
         with replacing(self._target(name)) as file:
             file.write(text)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        self._write(name, json.dumps(content, indent=2) + "\n")
+        self.write_text(name, json.dumps(content, indent=2) + "\n")
 
     def _read(self, name: str, parse: Callable[[Path], T], empty: T | None = None) -> T:
         """A file as ``parse`` reads it; ``empty`` if there is none. Every error names the file."""
@@ -277,14 +274,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
     """Turn SIGTERM, which ends a process without a word, into SystemExit; Lightning keeps handlers that it meets."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
@@ -311,24 +304,21 @@ def mask_secrets(content: Any) -> Any:
         >>> mask_secrets({"logger": {"api_key": "abc", "name": "x"}, "num_tokens": 5})
         {'logger': {'api_key': '***', 'name': 'x'}, 'num_tokens': 5}
     """
-    if isinstance(content, Mapping):
-        return {
-            key: _MASK
-            if re.fullmatch(_SECRET, str(key), re.IGNORECASE) and not isinstance(value, (bool, type(None)))
-            else mask_secrets(value)
-            for key, value in content.items()
-        }
-    return [mask_secrets(item) for item in content] if isinstance(content, list) else content
+    if isinstance(content, list):
+        return [mask_secrets(item) for item in content]
+    if not isinstance(content, Mapping):
+        return content
+    masked = {key: mask_secrets(value) for key, value in content.items()}
+    secret = [key for key in masked if re.fullmatch(_SECRET, str(key), re.IGNORECASE)]
+    return masked | {key: _MASK for key in secret if not isinstance(masked[key], (bool, type(None)))}
 
 
 def _config_text(config: Any) -> str:
     from omegaconf import OmegaConf
 
-    if not isinstance(config, str):
-        config = OmegaConf.to_yaml(OmegaConf.create(config), resolve=True)
-    plain = parse_yaml(config)
-    masked = mask_secrets(plain)
-    return config if masked == plain else OmegaConf.to_yaml(OmegaConf.create(masked))
+    # a text keeps its references
+    plain = parse_yaml(config) if isinstance(config, str) else OmegaConf.to_object(OmegaConf.create(config))
+    return OmegaConf.to_yaml(mask_secrets(plain))
 
 
 def current_command(program: str | None = None) -> str:
@@ -363,24 +353,19 @@ def collect_versions() -> dict[str, Any]:
             packages[name] = metadata.version(name)
     checkout = Path(__file__).resolve().parents[2]
     commits = {"project_commit": git_commit(Path.cwd())}
-    if (checkout / ".git").exists():
-        commits["commit"] = git_commit(checkout)
+    commits |= {"commit": git_commit(checkout)} if (checkout / ".git").exists() else {}
     known = {name: commit for name, commit in commits.items() if commit}
     return {"python": platform.python_version(), "platform": platform.platform(), "packages": packages, **known}
 
 
 def git_commit(folder: Path) -> str:
     """Commit of the checkout that a folder lies in, with ``+changes`` if tracked files differ; empty without one."""
-
-    def git(*words: str) -> str:
-        command = ["git", "--no-optional-locks", *words]
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True).stdout
-
+    command = ["git", "--no-optional-locks", "describe", "--always", "--abbrev=40", "--dirty=+changes", "--exclude=*"]
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD").strip() + ("+changes" if changed else "")
+        output = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):  # no git here, or no commit
         return ""
+    return output.strip()
 
 
 def _now() -> str:

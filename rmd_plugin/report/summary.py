@@ -15,33 +15,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 
-from rmd_plugin.compare.rows import (
-    ACCURACY,
-    AUROC,
-    FALSE_ALARMS,
-    SCORE_SECONDS,
-    SECONDS,
-    THRESHOLD,
-    make_rows,
-    select,
-)
-from rmd_plugin.files import replacing
-from rmd_plugin.report.names import label
-from rmd_plugin.report.run import ROWS, STATUS, RunFolder, RunIdentity, RunStatus
-from rmd_plugin.report.tables import (
-    COMPARISON,
-    METRICS,
-    Best,
-    Column,
-    Table,
-    comparison_table,
-    detector_table,
-    frame_table,
-    number_cells,
-    render,
-    to_latex,
-    to_markdown,
-)
+from rmd_plugin.compare.rows import ACCURACY, AUROC, SCORE_SECONDS, SECONDS, THRESHOLD, make_rows, select
+from rmd_plugin.files import parse_yaml, replacing
+from rmd_plugin.report import tables
+from rmd_plugin.report.run import ROWS, STATUS, RunFolder, RunIdentity
+from rmd_plugin.report.tables import COMPARISON, Best, Column, Table, frame_table, label, number_cells
 
 #: that of its status; ``unfinished`` where a job has none, ``unreadable`` where its files are damaged or missing
 Outcome = Literal["done", "failed", "running", "interrupted", "unfinished", "unreadable"]
@@ -71,18 +49,19 @@ class Run:
     outcome: Outcome
     reason: str = ""  #: why it is not done
     rows: pd.DataFrame = field(default_factory=make_rows)
-    about: RunIdentity = field(default_factory=dict)  #: ``benchmark``, ``backbone`` and ``seed``, as far as known
+    about: RunIdentity = field(default_factory=dict)  #: ``benchmark``, ``backbone`` and ``seed``, where known
     config: Mapping[str, Any] = field(default_factory=dict)
-    setting: str = ""  #: in what its config differs from the other runs of its benchmark and backbone
+    #: in what its config differs from the other runs of its benchmark and backbone; of a job that failed before these
+    #: were known, its overrides
+    setting: str = ""
     ended: float = 0.0  #: to tell the newer of two equal runs
 
     @property
     def name(self) -> str:
         """What the run is, for people: benchmark, backbone, setting, seed."""
-        about = dict(self.about)
-        benchmark, backbone, seed = (about.pop(key, "") for key in COMPARISON)
-        words = [benchmark, backbone, self.setting, f"seed {seed}" if seed != "" else ""]
-        return ", ".join(str(word) for word in [*words, *(f"{key}={value}" for key, value in about.items())] if word)
+        benchmark, backbone, seed = (self.about.get(key, "") for key in COMPARISON)
+        words = benchmark, backbone, self.setting, f"seed {seed}" if seed != "" else ""
+        return ", ".join(str(word) for word in words if word)
 
 
 def gather_runs(folders: Iterable[str | os.PathLike[str]]) -> list[Run]:
@@ -110,40 +89,28 @@ def gather_runs(folders: Iterable[str | os.PathLike[str]]) -> list[Run]:
 def read_run(path: str | os.PathLike[str]) -> Run:
     """One run from its folder; never raises for what the folder holds."""
     folder = RunFolder(path)
-    # of a job that failed early, Hydra's overrides are all that there is
-    overrides = folder.file(_OVERRIDES)
-    about: RunIdentity = {}
+    overrides: list[str] = []
     try:
-        if overrides.is_file():
-            lines = overrides.read_text(encoding="utf-8").splitlines()
-            pairs = (line.lstrip("- ").strip("'\"").partition("=") for line in lines if "=" in line)
-            about = {key.lstrip("+"): value for key, _, value in pairs}
+        if folder.file(_OVERRIDES).is_file():
+            overrides = parse_yaml(folder.file(_OVERRIDES).read_text(encoding="utf-8"))
         status = folder.read_status() if folder.file(STATUS).exists() else None
         rows, config = folder.read_rows(), folder.read_config()
-        # a copied folder keeps its status, but not always the times of its files
-        ended = folder.file(ROWS).stat().st_mtime if len(rows) else 0.0
-        if status is not None and status.ended:
-            ended = datetime.fromisoformat(status.ended).timestamp()
+        ended = datetime.fromisoformat(status.ended).timestamp() if status is not None and status.ended else 0.0
     except (OSError, ValueError) as error:
-        return Run(folder.path, "unreadable", " ".join(str(error).split()), about=about)
-    if len(rows):
-        about = rows.loc[0, COMPARISON].to_dict()
-    elif status is not None and status.about:
-        about = status.about
-    outcome, reason = _outcome(status, rows)
-    return Run(
-        folder.path, outcome, reason, rows if outcome == "done" else make_rows(), about, config=config, ended=ended
-    )
-
-
-def _outcome(status: RunStatus | None, rows: pd.DataFrame) -> tuple[Outcome, str]:
+        return Run(folder.path, "unreadable", " ".join(str(error).split()))
+    about = rows.loc[0, COMPARISON].to_dict() if len(rows) else {} if status is None else status.about
+    outcome: Outcome
     if status is None:
         # rows without a status: put there by hand; the file appears only when it is whole
-        return ("done", "") if len(rows) else ("unfinished", f"Hydra started it, but it wrote no {STATUS}")
-    if status.state == "done" and not len(rows):
-        return "unreadable", f"it says that it is done, but has no rows in {ROWS}"
-    place = f"process {status.pid} on {status.host}, since {status.started}; if that is gone, it was killed"
-    return status.state, place if status.state == "running" else status.reason
+        outcome, reason = ("done", "") if len(rows) else ("unfinished", f"Hydra started it, but it wrote no {STATUS}")
+    elif status.state == "done" and not len(rows):
+        outcome, reason = "unreadable", f"it says that it is done, but has no rows in {ROWS}"
+    else:
+        outcome, reason = status.state, status.reason
+        if outcome == "running":
+            reason = f"process {status.pid} on {status.host}, since {status.started}; if that is gone, it was killed"
+    rows = rows if outcome == "done" else make_rows()
+    return Run(folder.path, outcome, reason, rows, about, config, "" if about else ", ".join(overrides), ended)
 
 
 def _name_settings(runs: Sequence[Run]) -> list[Run]:
@@ -161,7 +128,7 @@ def _name_settings(runs: Sequence[Run]) -> list[Run]:
         varying = varying if options[others].assign(seed=group["seed"]).duplicated().any() else others
         for number, values in options[varying].fillna("unset").iterrows():
             settings[number] = ", ".join(f"{name}={value}" for name, value in values.items())
-    return [replace(run, setting=setting) for run, setting in zip(runs, settings, strict=True)]
+    return [replace(run, setting=setting or run.setting) for run, setting in zip(runs, settings, strict=True)]
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -175,44 +142,56 @@ class Difference(NamedTuple):
     high: float = math.nan
 
 
-@dataclass(frozen=True, eq=False)
 class Summary:
     """All runs in numbers of one metric, and against one reference detector.
 
-    Runs that differ in nothing but their seed form a group.
+    Runs that differ in nothing but their seed form a group. Of two runs with the same group, seed and detector the
+    newer one counts. Seeds that all gave the same numbers, to the last bit, are no sample and count as one. Runs that
+    are not done give no numbers and stay in the list.
+
+    Raises:
+        ValueError: if there are numbers, but none of this metric; the message lists those that there are.
     """
 
-    metric: str
-    reference: str
-    runs: Sequence[Run]  #: those without rows too
-    rows: pd.DataFrame  #: those that count, with the number of their group and run
-    #: a line for each: benchmark, backbone, setting, title, seeds, and ``judged``, the mean that counts
-    groups: pd.DataFrame
-    values: pd.DataFrame  #: a line for each group, OOD set (or mean over sets) and seed, a column for each detector
-    notes: Sequence[str] = ()  #: what was left out, one sentence each
-
-    @property
-    def best(self) -> Best:
-        """Whether the highest or the lowest number is the best."""
-        if self.metric in SECONDS or self.metric.startswith(FALSE_ALARMS):
-            return "lowest"
-        return METRICS[self.metric].best if self.metric in METRICS else "highest"
-
-    @cached_property
-    def means(self) -> pd.DataFrame:
-        """Mean over the seeds: a line for each group and OOD set, a column for each detector."""
-        return self.values.groupby(level=["group", "ood"], sort=False).mean()
-
-    @cached_property
-    def deviations(self) -> pd.DataFrame:
-        """Sample standard deviation over the seeds, as :attr:`means`; NaN for fewer than two."""
-        return self.values.groupby(level=["group", "ood"], sort=False).std()
-
-    @cached_property
-    def judged(self) -> pd.DataFrame:
-        """Of :attr:`means`, for each group that over the near-OOD sets where there are any, else over all."""
-        keys = [key for key in zip(self.groups.index, self.groups["judged"], strict=True) if key in self.means.index]
-        return self.means.loc[keys]
+    def __init__(self, runs: Sequence[Run], *, metric: str = AUROC, reference: str = "rmd") -> None:
+        self.runs, self.metric, self.reference = runs, metric, reference
+        self.best: Best = tables.best_of(metric)
+        self.notes: list[str] = []  #: what was left out, one sentence each
+        frames = [run.rows.assign(setting=run.setting, run=number, ended=run.ended) for number, run in enumerate(runs)]
+        empty = make_rows().assign(setting="", run=0, ended=0.0)
+        rows = pd.concat([frame for frame in frames if len(frame)] or [empty], ignore_index=True)
+        # a threshold is a score, which another detector's cannot be compared with
+        metrics = [name for name in rows[rows["detector"] != ""]["metric"].unique() if not name.startswith(THRESHOLD)]
+        if metrics and metric not in metrics:
+            raise ValueError(f"no run has the metric {metric!r}; there are {', '.join(metrics)}.")
+        rows["group"] = rows.groupby(_GROUP, sort=False).ngroup()
+        rows = rows.sort_values(["group", "seed", "ended"], kind="stable")
+        groups = rows.groupby("group")[_GROUP].first()
+        groups["seeds"] = rows.groupby("group")["seed"].agg(lambda seeds: list(seeds.unique()))
+        groups["title"] = [", ".join(filter(None, names)) for names in groups[_GROUP].itertuples(index=False)]
+        #: a line for each group: benchmark, backbone, setting, title, seeds, and ``judged``, the mean that counts
+        self.groups = groups
+        # runs of other detectors add to each other
+        newest = rows.groupby(["group", "seed", "detector"])["run"].transform("last")
+        older = rows.assign(newest=newest)[(rows["run"] != newest) & (rows["detector"] != "")]
+        for (group, seed, run), part in older.groupby(["group", "seed", "newest"], sort=False):
+            names = ", ".join(map(label, part["detector"].unique()))
+            where = f"{groups.loc[group, 'title']}, seed {seed}"
+            self.notes.append(f"{where}: run more than once ({names}); the newest counts, {runs[run].path}.")
+        self.rows = rows[rows["run"] == newest]  #: those that count, with the number of their group and run
+        values = _pivot(self.rows, metric)
+        rated = set(values.index.droplevel("seed"))
+        groups["judged"] = [NEAR if (group, NEAR) in rated else ALL for group in groups.index]
+        for group, part in values.groupby(level="group"):
+            title, seeds = groups.loc[group, ["title", "seeds"]]
+            if len(seeds) > 1 and (part.groupby(level="ood").nunique() <= 1).all(axis=None):
+                values = values.drop(part.index[part.index.get_level_values("seed") != seeds[0]])
+                self.notes.append(f"{title}: all seeds gave the same numbers; they count as one run.")
+        #: a line for each group, OOD set (or mean over sets) and seed, a column for each detector; means over the seeds
+        self.values, self.means = values, values.groupby(level=["group", "ood"], sort=False).mean()
+        keys = [key for key in zip(groups.index, groups["judged"], strict=True) if key in self.means.index]
+        #: of the means, for each group that over the near-OOD sets where there are any, else over all
+        self.judged = self.means.loc[keys]
 
     @cached_property
     def overall(self) -> pd.DataFrame:
@@ -223,13 +202,9 @@ class Summary:
         (``low``, ``high``); ``cost``, the time to score in times of the reference's.
         """
         ranks = self.judged.rank(axis=1, ascending=self.best == "lowest")
-        columns = {
-            "rank": ranks.mean(),
-            "count": ranks.count(),
-            "mean": self.judged.mean(skipna=False),
-            "some": self.judged.mean() * (1 if self.best == "lowest" else -1),
-        }
-        overall = pd.DataFrame(columns).query("count > 0").sort_values(["rank", "some"], kind="stable")
+        columns = {"rank": ranks.mean(), "count": ranks.count(), "mean": self.judged.mean(skipna=False)}
+        overall = pd.DataFrame(columns).assign(some=self.judged.mean() * (1 if self.best == "lowest" else -1))
+        overall = overall.query("count > 0").sort_values(["rank", "some"], kind="stable")
         times = _pivot(self.rows, SCORE_SECONDS).groupby(level="group").mean()
         if self.reference in times:
             overall["cost"] = np.exp(np.log(times.div(times[self.reference], axis=0)).mean(skipna=False))
@@ -242,48 +217,6 @@ class Summary:
             return Difference(math.nan)
         apart = self.values[detector] - self.values[self.reference]
         return paired_difference([apart.loc[key].dropna() for key in self.judged.index])
-
-
-def summarise(runs: Sequence[Run], *, metric: str = AUROC, reference: str = "rmd") -> Summary:
-    """Put runs together.
-
-    Of two runs with the same group, seed and detector the newer one counts. Seeds that all gave the same numbers, to
-    the last bit, are no sample and count as one. Runs that are not done give no numbers and stay in the list.
-
-    Raises:
-        ValueError: if there are numbers, but none of this metric; the message lists those that there are.
-    """
-    tables = [run.rows.assign(setting=run.setting, run=number, ended=run.ended) for number, run in enumerate(runs)]
-    rows = pd.concat([table for table in tables if len(table)] or [make_rows().assign(setting="", run=0, ended=0.0)])
-    # a threshold is a score, which another detector's cannot be compared with
-    metrics = [name for name in rows.loc[rows["detector"] != "", "metric"].unique() if not name.startswith(THRESHOLD)]
-    if metrics and metric not in metrics:
-        raise ValueError(f"no run has the metric {metric!r}; there are {', '.join(metrics)}.")
-    rows["group"] = rows.groupby(_GROUP, sort=False).ngroup()
-    rows = rows.sort_values(["group", "seed", "ended"], kind="stable")
-    groups = rows.groupby("group").agg(
-        **{name: (name, "first") for name in _GROUP},
-        seeds=("seed", lambda seeds: list(seeds.unique())),
-    )
-    groups["title"] = [", ".join(filter(None, names)) for names in groups[_GROUP].itertuples(index=False)]
-    # runs of other detectors add to each other
-    rows["newest"] = rows.groupby(["group", "seed", "detector"])["run"].transform("last")
-    older = rows[(rows["run"] != rows["newest"]) & (rows["detector"] != "")]
-    notes = [
-        f"{groups.loc[group, 'title']}, seed {seed}: run more than once "
-        f"({', '.join(map(label, part['detector'].unique()))}); the newest counts, {runs[newest].path}."
-        for (group, seed, newest), part in older.groupby(["group", "seed", "newest"], sort=False)
-    ]
-    rows = rows[rows["run"] == rows["newest"]]
-    values = _pivot(rows, metric)
-    rated = set(values.index.droplevel("seed"))
-    groups["judged"] = [NEAR if (group, NEAR) in rated else ALL for group in groups.index]
-    for group, part in values.groupby(level="group"):
-        if len(groups.loc[group, "seeds"]) > 1 and (part.groupby(level="ood").nunique() <= 1).all(axis=None):
-            values = values.drop(part.index[part.index.get_level_values("seed") != groups.loc[group, "seeds"][0]])
-            title = groups.loc[group, "title"]
-            notes.append(f"{title}: all seeds gave the same numbers, nothing depends on them; they count as one run.")
-    return Summary(metric, reference, runs, rows, groups, values, notes)
 
 
 def _pivot(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -340,31 +273,26 @@ def write_summary(summary: Summary, folder: str | os.PathLike[str]) -> list[Path
     target.mkdir(parents=True, exist_ok=True)
     cost = cost_figure(summary)
     overall, each = overall_tables(summary), group_tables(summary)
-    records = [
-        {**run.about, "run": os.path.relpath(run.path, target), "setting": run.setting}
-        | {"outcome": run.outcome, "reason": run.reason}
-        for run in summary.runs
-    ]
+    records = [{**run.about, **vars(run), "run": os.path.relpath(run.path, target)} for run in summary.runs]
     runs = pd.DataFrame(records, columns=["run", *_GROUP, "seed", "outcome", "reason"], dtype=object).fillna("")
     missing = frame_table(runs[runs["outcome"] != "done"], "Runs without results")
-    page = render(
+    drawn = [] if cost is None else [picture(cost, f"{summary.metric} of each detector against its time to score")]
+    page = tables.render(
         "summary.html",
         benchmarks=summary.groups["benchmark"].unique().tolist(),
         counts=_count_outcomes(summary.runs),
         overall=overall,
-        pictures=[]
-        if cost is None
-        else [picture(cost, f"{summary.metric} of each detector against its time to score")],
+        pictures=drawn,
         each=each,
         missing=missing,
         counted=frame_table(runs[runs["outcome"] == "done"]),
     )
-    tables = [*overall, *each, *([missing] if missing.rows else [])]
+    written = [*overall, *each, *([missing] if missing.rows else [])]
     # none of these names is that of a file of a run
     files = {
         "summary.html": page,
-        "summary.md": "\n".join(map(to_markdown, tables)),
-        "summary.tex": "\n".join(map(to_latex, tables)),
+        "summary.md": "\n".join(map(tables.to_markdown, written)),
+        "summary.tex": "\n".join(map(tables.to_latex, written)),
         "summary.csv": _numbers_frame(summary).to_csv(index=False, lineterminator="\n"),
         "runs.csv": runs.to_csv(index=False, lineterminator="\n"),
     }
@@ -377,10 +305,9 @@ def write_summary(summary: Summary, folder: str | os.PathLike[str]) -> list[Path
 
 def _numbers_frame(summary: Summary) -> pd.DataFrame:
     """One line per group, OOD set (or mean over sets) and detector, then one per detector over all groups."""
-    values = summary.values.melt(ignore_index=False, var_name="detector").groupby(
-        ["group", "ood", "detector"], sort=False
-    )
-    numbers = values["value"].agg(mean="mean", deviation="std", count="count").query("count > 0")
+    values = summary.values.melt(ignore_index=False, var_name="detector")
+    seeds = values.groupby(["group", "ood", "detector"], sort=False)["value"]
+    numbers = seeds.agg(mean="mean", deviation="std", count="count").query("count > 0")
     numbers = numbers.reset_index().merge(summary.groups[_GROUP], left_on="group", right_index=True)
     overall = summary.overall.rename_axis("detector").reset_index().assign(ood="overall")
     columns = [*_GROUP, "ood", "detector", "metric", "mean", "deviation", "count", "rank", *Difference._fields]
@@ -403,10 +330,11 @@ def overall_tables(summary: Summary) -> list[Table]:
     def signed(value: float) -> str:
         return show(value, "+")
 
+    deviations = summary.values.groupby(level=["group", "ood"], sort=False).std()
     columns = {}
     for group in groups.itertuples():
         key = (group.Index, group.judged)
-        means, spreads = (frame.reindex([key])[overall.index].iloc[0] for frame in (summary.means, summary.deviations))
+        means, spreads = (frame.reindex([key])[overall.index].iloc[0] for frame in (summary.means, deviations))
         details = ["" if math.isnan(spread) else f"± {show(spread)}" for spread in spreads]
         about = ", ".join(filter(None, (group.backbone, group.setting, "" if group.judged == NEAR else "all sets")))
         columns[Column(group.benchmark, f"({about})")] = number_cells(means, show, details, best=summary.best)
@@ -422,18 +350,18 @@ def overall_tables(summary: Summary) -> list[Table]:
     on = " on near-OOD" if (groups["judged"] == NEAR).any() else ""
     spread = ", mean ± standard deviation over seeds" if (groups["seeds"].map(len) > 1).any() else ""
     title = f"{summary.metric} in {unit}{on}{spread}"
-    return [detector_table(overall.index, columns, title, list(_notes(summary)))]
+    return [tables.detector_table(overall.index, columns, title, list(_notes(summary)))]
 
 
 def group_tables(summary: Summary) -> list[Table]:
     """Detectors x OOD sets of every group: the table of a comparison, with means over the seeds."""
-    tables = []
+    averaged = []
     for group, rows in summary.rows.groupby("group"):
         key = ["ood", "detector", "metric", "distance", "status", "reason"]
         means = rows.groupby(key, sort=False)["value"].mean().reset_index().assign(low=math.nan, high=math.nan)
         title, seeds = summary.groups.loc[group, ["title", "seeds"]]
-        tables.append(comparison_table(means, f"{title}, {_seeds(seeds)}"))
-    return tables
+        averaged.append(tables.comparison_table(means, f"{title}, {_seeds(seeds)}"))
+    return averaged
 
 
 def _count_outcomes(runs: Iterable[Run]) -> str:

@@ -2,78 +2,47 @@
 
 from __future__ import annotations
 
-import functools
+import json
 import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from rmd_plugin.compare.rows import (
-    ACCURACY,
-    AURC,
-    AUROC,
-    DETECTED,
-    FALSE_ALARMS,
-    FIT_SECONDS,
-    FPR95,
-    JOINT,
-    OSCR,
-    RISK90,
-    SCORE_SECONDS,
-    SHIFT_ACCURACY,
-    SHIFT_ALARMS,
-    THRESHOLD,
-    Status,
-    at_level,
-    levels,
-    select,
-    unique,
-)
-from rmd_plugin.report.names import label
+from rmd_plugin.compare import rows as results
+from rmd_plugin.compare.rows import ACCURACY, AUROC, FALSE_ALARMS, FPR95, JOINT, at_level, levels, select, unique
 from rmd_plugin.report.run import ID, Scores
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
 Best = Literal["highest", "lowest"]
+Show = Callable[[float], str]
+Names = Iterable[str]
+Judged = Literal["near", "all"]
 
+#: detectors of this package; the others come from pytorch-ood or from the user
+OURS = ("rmd", "mahalanobis", "fused", "marginal", "partial", "flow_likelihood", "relative_flow")
 
-class Metric(NamedTuple):
-    """A metric as readers see it."""
+#: detector -> name for readers. Its position picks colour and dash, so no two look alike. The first seven, which are
+#: shown together most often, differ in colour.
+LABELS: dict[str, str] = json.loads(Path(__file__).with_name("labels.json").read_text(encoding="utf-8"))
 
-    title: str
-    best: Best
-    meaning: str
-
-
-#: metrics of the rows that have a column of their own beside AUROC: their mean over the near-OOD sets, or over all sets
-#: where none is near, or the number itself where it belongs to no OOD set. A line here adds the column, the words on
-#: the page and ``rmd-report --metric``.
-METRICS = {
-    FPR95: Metric(
-        "FPR95",
-        "lowest",
-        "share of ID samples that are flagged when the threshold is so low that 95 % of the OOD samples are detected",
-    ),
-}
-#: what the words of a table mean
-WORDS = {
-    "AUROC": "chance that an OOD sample scores higher than an ID one: 50 % is guessing, 100 % no overlap",
-    "near": "OOD that resembles the training data, such as new classes of the same kind: the hard case",
-    "far": "OOD of another kind altogether, such as noise: the easy case",
-}
 #: columns that tell one comparison from another
 COMPARISON = ["benchmark", "backbone", "seed"]
 #: why a detector may rank OOD below ID samples
 _BLIND = {"knn": "it scales features to unit length, so how far they reach does not count"}
 #: with fewer samples in a set, a variance of ranks may be zero by chance
 _FEW = 10
+
+
+def label(detector: str) -> str:
+    """Name of a detector for readers; one that is not in the table keeps its own."""
+    return LABELS.get(detector, detector)
 
 
 # -- tables and their formats -----------------------------------------------------------------------------------------
@@ -124,19 +93,17 @@ def detector_table(
 
 
 def number_cells(
-    values: Iterable[float],
-    show: Callable[[float], str],
-    details: Iterable[str] | None = None,
-    *,
-    best: Best | None = None,
+    values: pd.Series, show: Show, details: Names | None = None, best: Best | None = None, eligible: Names | None = None
 ) -> list[Cell]:
-    """Numbers as cells: NaN is a dash, and what reads like the best is bold, unless it stands alone."""
-    values = list(values)
-    numbers = [value for value in values if not math.isnan(value)]
-    top = show(min(numbers) if best == "lowest" else max(numbers)) if best and len(numbers) > 1 else None
+    """Numbers by detector as cells: NaN is a dash, and what reads like the best is bold, unless it stands alone.
+
+    ``eligible`` are the detectors that can be the best; by default all of them.
+    """
+    rated = values if eligible is None else values[values.index.isin(eligible)]
+    top = show(rated.min() if best == "lowest" else rated.max()) if best and values.count() > 1 else None
     return [
-        Cell("–") if math.isnan(value) else Cell(show(value), bold=show(value) == top, detail=detail)
-        for value, detail in zip(values, details or [""] * len(values), strict=True)
+        Cell("–") if math.isnan(value) else Cell(show(value), name in rated and show(value) == top, detail)
+        for (name, value), detail in zip(values.items(), details or [""] * len(values), strict=True)
     ]
 
 
@@ -153,26 +120,20 @@ _LATEX = str.maketrans(
 )
 
 
-@functools.cache
-def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("rmd_plugin.report"),
-        autoescape=lambda name: name is None or name.endswith((".html", ".css")),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["markdown"] = markdown_text
-    environment.filters["latex"] = lambda text: text.translate(_LATEX)
-    return environment
+_TEMPLATES = Environment(
+    loader=PackageLoader("rmd_plugin.report"),
+    autoescape=lambda name: name is None or name.endswith((".html", ".css")),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+_TEMPLATES.filters |= {"markdown": markdown_text, "label": label, "latex": lambda text: text.translate(_LATEX)}
 
 
 def render(template: str, **content: Any) -> str:
     """A template of the folder ``templates`` filled in; in HTML every text is escaped."""
-    return _environment().get_template(template).render(content)
+    return _TEMPLATES.get_template(template).render(content)
 
 
 def to_markdown(table: Table) -> str:
@@ -186,8 +147,8 @@ def to_latex(table: Table, *, label: str = "") -> str:
 
 
 def to_html(table: Table) -> str:
-    """The table as an HTML fragment without style; its classes for a style sheet stand in ``templates/table.html``."""
-    return render("table.html", table=table)
+    """The table as an HTML fragment without style; its classes for a style sheet stand in ``templates/macros.html``."""
+    return str(_TEMPLATES.get_template("macros.html").module.show_table(table))  # type: ignore[attr-defined]
 
 
 def print_tables(tables: Iterable[Table], *, width: int | None = None) -> None:
@@ -202,21 +163,20 @@ def print_tables(tables: Iterable[Table], *, width: int | None = None) -> None:
 
     console = Console(width=width or (None if sys.stdout.isatty() else 200))
     for table in tables:
-
-        def drawn(between: str, table: Table = table) -> RichTable:
+        for between in (" ", "\n"):
             grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=between != " ")
             for column in table.columns:
-                detail = f"{between}{column.detail}" if column.detail else ""
+                detail = f"{between}{column.detail}".rstrip()
                 head = Text.assemble(column.title.replace(" ", between), (detail, "dim"))
                 grid.add_column(head, justify=column.align, overflow="fold")
             for row in table.rows:
-                texts = [((cell.text, "bold" * cell.bold), (f"{between}{cell.detail}", "dim")) for cell in row]
-                grid.add_row(*(Text.assemble(*text if text[1][0].strip() else text[:1]) for text in texts))
-            return grid
-
-        wide = drawn(" ")
-        fits = console.measure(wide, options=console.options.update(max_width=10_000)).maximum <= console.width
-        console.print(Text(table.title, style="bold"), wide if fits else drawn("\n"), sep="\n")
+                pieces = [
+                    ((cell.text, "bold" * cell.bold), (f"{between}{cell.detail}".rstrip(), "dim")) for cell in row
+                ]
+                grid.add_row(*(Text.assemble(*texts) for texts in pieces))
+            if console.measure(grid, options=console.options.update(max_width=10_000)).maximum <= console.width:
+                break
+        console.print(Text(table.title, style="bold"), grid, sep="\n")
         for note in table.notes:
             console.print(Text(note, style="dim"))
 
@@ -232,55 +192,39 @@ def interval(low: float, high: float) -> str:
     return "" if math.isnan(low) or math.isnan(high) else f"[{100 * low:.1f}–{100 * high:.1f}]"
 
 
-def seconds(value: float) -> str:
-    """A duration with two or three digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
 # -- of rows ----------------------------------------------------------------------------------------------------------
 
 
 def comparison_tables(rows: pd.DataFrame) -> list[Table]:
-    """One table for every benchmark, backbone and seed among the rows. See :func:`comparison_table`."""
-    return [comparison_table(part, _heading(*key)) for key, part in rows.groupby(COMPARISON, sort=False)]
+    """The table of a comparison; none without rows. See :func:`comparison_table`."""
+    return [comparison_table(rows, _heading(rows))] if len(rows) else []
 
 
 def decision_tables(rows: pd.DataFrame) -> list[Table]:
-    """What the detectors flag at a level of false alarms, one table for every comparison and level among the rows.
+    """What the detectors flag at a level of false alarms, one table for every level among the rows.
 
-    Detectors stand as in :func:`comparison_tables`: the share of the ID test set that is flagged with its interval,
-    that of every ID set under a covariate shift, that of every OOD set, and the threshold. Why one has no decisions
-    stands below the table of the comparison.
+    Detectors stand as in :func:`comparison_tables`: the share of every OOD set that is flagged with its interval, that
+    of the ID test set, that of every ID set under a covariate shift, and the threshold. Only what is detected without
+    more false alarms than promised can be bold. Why one has no decisions stands below the table of the comparison.
     """
-    comparisons = rows.groupby(COMPARISON, sort=False)
-    tables = [_decision_table(part, alpha, _heading(*key)) for key, part in comparisons for alpha in levels(part)]
+    tables = [_decision_table(rows, alpha) for alpha in levels(rows)]
     return [table for table in tables if table.rows]
 
 
 def joint_tables(rows: pd.DataFrame) -> list[Table]:
-    """Detector and classifier together: is a sample unknown, or the answer wrong? One table for every comparison."""
-    tables = [_joint_table(part, _heading(*key)) for key, part in rows.groupby(COMPARISON, sort=False)]
-    return [table for table in tables if len(table.columns) > 1]
-
-
-def _joint_table(rows: pd.DataFrame, heading: str) -> Table:
-    detectors, columns = ranking(rows), {}
-    judged = "near" if "near" in ood_sets(rows).values() else "all"
-    for metric in JOINT:
-        own = metric == AURC
-        means = numbers_of(rows, detectors, metric)["value"] if own else near_far_means(rows, metric)[judged]
-        if means.notna().any():
-            best: Best = "highest" if metric == OSCR else "lowest"
-            detail = "" if own else f"({judged} OOD)" if judged == "near" else "(all OOD)"
-            columns[Column(metric, detail)] = number_cells(means.reindex(detectors), percent, best=best)
-    notes = []
-    risk = near_far_means(rows, RISK90)[judged].reindex(detectors)
-    for name in [name for name in detectors if risk.notna()[name]][:1]:
-        notes.append(
-            f"With {label(name)}, if 90 % of the ID samples are accepted, {100 * risk[name]:.1f} % of the accepted are "
-            "wrong or unknown (risk90), with as many OOD samples as in the test sets."
-        )
-    return detector_table(detectors, columns, f"{heading}: unknown or wrong, in %", notes)
+    """Detector and classifier together: is a sample unknown, or the answer wrong? None without such numbers."""
+    detectors = ranking(rows)
+    columns = _mean_columns(rows, detectors, JOINT)
+    if not columns:
+        return []
+    risk = near_far_means(rows, results.RISK90)[judged_sets(rows)].reindex(detectors).dropna()
+    notes = [
+        f"With {label(name)}, if 90 % of the ID samples are accepted, {100 * value:.1f} % of the accepted are wrong or "
+        "unknown (risk90), with as many OOD samples as in the test sets."
+        for name, value in risk[:1].items()
+    ]
+    title = f"{_heading(rows)}: unknown or wrong, in %"
+    return [detector_table(detectors, columns, title, notes)]
 
 
 def near_far_means(rows: pd.DataFrame, metric: str = AUROC) -> pd.DataFrame:
@@ -288,13 +232,15 @@ def near_far_means(rows: pd.DataFrame, metric: str = AUROC) -> pd.DataFrame:
 
     It is NaN where there is no such set or one of them failed.
     """
-    rows = rows[(rows["metric"] == metric) & (rows["detector"] != "") & (rows["ood"] != "")]
-    kinds = {"near": rows[rows["distance"] == "near"], "far": rows[rows["distance"] == "far"], "all": rows}
-    means = {
-        kind: part.groupby("detector", sort=False)["value"].agg(lambda values: values.mean(skipna=False))
-        for kind, part in kinds.items()
-    }
-    return pd.DataFrame(means, index=unique(rows, "detector"), dtype=float)
+    rated = rows[(rows["metric"] == metric) & (rows["detector"] != "") & (rows["ood"] != "")]
+    groups = pd.concat([rated, rated.assign(distance="all")]).groupby(["detector", "distance"])["value"]
+    means = groups.agg(lambda values: values.mean(skipna=False)).unstack()
+    return means.reindex(index=unique(rated, "detector"), columns=["near", "far", "all"]).astype(float)
+
+
+def judged_sets(rows: pd.DataFrame) -> Judged:
+    """By which OOD sets detectors are judged: the near ones, or all where none is near."""
+    return "near" if "near" in ood_sets(rows).values() else "all"
 
 
 def ranking(rows: pd.DataFrame) -> list[str]:
@@ -325,14 +271,20 @@ def set_title(name: str, distances: Mapping[str, str]) -> str:
     return f"{name} ({distances[name]})" if distances.get(name) else name
 
 
-def _heading(benchmark: str, backbone: str, seed: int) -> str:
-    return f"{benchmark}, {backbone}, seed {seed}"
+def _heading(rows: pd.DataFrame) -> str:
+    return "{}, {}, seed {}".format(*rows[COMPARISON].iloc[0])
 
 
 def numbers_of(rows: pd.DataFrame, detectors: Sequence[str], metric: str, ood: str = "") -> pd.DataFrame:
     """Columns value, low and high of a metric, a line for each detector; NaN where it is missing."""
     mine = select(rows, metric=metric, ood=ood, status="ok").drop_duplicates("detector").set_index("detector")
     return mine[["value", "low", "high"]].reindex(detectors)
+
+
+def decision_of(rows: pd.DataFrame, detector: str) -> tuple[float, float]:
+    """Level of false alarms and threshold of a detector; both are NaN if it makes no decisions."""
+    alpha = next(iter(levels(select(rows, detector=detector, status="ok"))), math.nan)
+    return alpha, float(numbers_of(rows, [detector], at_level(results.THRESHOLD, alpha)).loc[detector, "value"])
 
 
 def comparison_table(rows: pd.DataFrame, heading: str) -> Table:
@@ -347,56 +299,70 @@ def comparison_table(rows: pd.DataFrame, heading: str) -> Table:
     for distance in ("near", "far"):
         if len(sets) > 1 and distance in sets.values():
             columns[Column(f"{distance} mean")] = number_cells(means[distance], percent, best="highest")
-    judged = "near" if "near" in sets.values() else "all"
-    for metric, (title, best, _) in METRICS.items():
-        own = select(rows, metric=metric, ood="")
-        values = numbers_of(own, detectors, metric)["value"] if len(own) else near_far_means(rows, metric)[judged]
-        if values.notna().any():
-            column = Column(title if len(own) or len(sets) == 1 else f"{title}, {judged}")
-            columns[column] = number_cells(values.reindex(detectors), percent, best=best)
-    for title, metric in (("fit", FIT_SECONDS), ("score", SCORE_SECONDS)):
-        columns[Column(title, "(s)")] = number_cells(numbers_of(rows, detectors, metric)["value"], seconds)
+    columns |= _mean_columns(rows, detectors, [FPR95])
+    for title, metric in (("fit", results.FIT_SECONDS), ("score", results.SCORE_SECONDS)):
+        columns[Column(title, "(s)")] = number_cells(numbers_of(rows, detectors, metric)["value"], "{:.2f}".format)
     notes = _notes(rows)
     if sets or not detectors:
-        heading += ": AUROC in %" + " with 95 % bootstrap interval" * bool(
-            select(rows, metric=AUROC)["low"].notna().any()
-        )
+        resampled = select(rows, metric=AUROC)["low"].notna().any()
+        heading += f": AUROC in %{' with 95 % bootstrap interval' if resampled else ''}"
     else:
         notes.insert(0, "There is no OOD data, so there is no AUROC: only false alarms are known.")
     return detector_table(detectors, columns, heading, notes)
 
 
-def _set_columns(rows: pd.DataFrame, detectors: Sequence[str], metric: str, title: str) -> dict[Column, list[Cell]]:
+def best_of(metric: str) -> Best:
+    """Whether the highest or the lowest number of a metric is the best."""
+    lowest = (FPR95, *results.SECONDS, *JOINT[1:], FALSE_ALARMS)  # of the joint ones, the first is OSCR
+    return "lowest" if metric.partition("@")[0] in lowest else "highest"
+
+
+def _mean_columns(rows: pd.DataFrame, detectors: Sequence[str], metrics: Iterable[str]) -> dict[Column, list[Cell]]:
+    """A column for each metric that there is: its mean over the judged OOD sets, or the number itself of AURC."""
+    judged, columns = judged_sets(rows), {}
+    for metric in metrics:
+        of_id = metric == results.AURC
+        values = numbers_of(rows, detectors, metric)["value"] if of_id else near_far_means(rows, metric)[judged]
+        if values.notna().any():
+            column = Column(metric.removesuffix("TPR"), "" if of_id or len(ood_sets(rows)) == 1 else f"({judged})")
+            columns[column] = number_cells(values.reindex(detectors), percent, best=best_of(metric))
+    return columns
+
+
+def _set_columns(
+    rows: pd.DataFrame, detectors: Sequence[str], metric: str, title: str, eligible: Names | None = None
+) -> dict[Column, list[Cell]]:
     """A column of a metric for each OOD set, under the title and its name where there is but one."""
     sets = ood_sets(rows)
     return {
         Column(name if len(sets) > 1 else f"{title}, {name}", f"({distance})" if distance else ""): _share_cells(
-            rows, detectors, metric, name, best="highest"
+            rows, detectors, metric, name, best="highest", eligible=eligible
         )
         for name, distance in sets.items()
     }
 
 
-def _share_cells(
-    rows: pd.DataFrame, detectors: Sequence[str], metric: str, ood: str = "", best: Best | None = None
-) -> list[Cell]:
+def _share_cells(rows: pd.DataFrame, detectors: Sequence[str], metric: str, ood: str = "", **bold: Any) -> list[Cell]:
     numbers = numbers_of(rows, detectors, metric, ood)
-    return number_cells(numbers["value"], percent, map(interval, numbers["low"], numbers["high"]), best=best)
+    return number_cells(numbers["value"], percent, map(interval, numbers["low"], numbers["high"]), **bold)
 
 
-def _decision_table(rows: pd.DataFrame, alpha: float, heading: str) -> Table:
-    names = [at_level(metric, alpha) for metric in (THRESHOLD, FALSE_ALARMS, SHIFT_ALARMS, DETECTED)]
-    threshold, alarms, shifted, detected = names
-    decided = unique(select(rows, metric=alarms, status="ok"), "detector")
-    detectors = [name for name in ranking(rows) if name in decided]
-    columns = _set_columns(rows, detectors, detected, "Detected")
+def _decision_table(rows: pd.DataFrame, alpha: float) -> Table:
+    metrics = results.THRESHOLD, FALSE_ALARMS, results.SHIFT_ALARMS, results.DETECTED
+    names = threshold, alarms, shifted, detected = [at_level(metric, alpha) for metric in metrics]
+    decided = select(rows, metric=alarms, status="ok")
+    detectors = [name for name in ranking(rows) if name in set(decided["detector"])]
+    # a remark there says that the promise is not kept
+    columns = _set_columns(rows, detectors, detected, "Detected", eligible=select(decided, reason="")["detector"])
     columns[Column("False alarms", "(ID test set)")] = _share_cells(rows, detectors, alarms)
     for name in unique(select(rows, metric=shifted), "ood"):
         columns[Column(f"False alarms, {name}", "(shifted ID)")] = _share_cells(rows, detectors, shifted, name)
     columns[Column("threshold")] = number_cells(numbers_of(rows, detectors, threshold)["value"], "{:.4g}".format)
-    heading += ": % flagged as OOD, calibrated on the validation data for at most "
-    heading += f"{100 * alpha:g} % false alarms, with 95 % binomial interval"
-    return detector_table(detectors, columns, heading, _reasons(rows[rows["metric"].isin(names)], "ok", "Remark"))
+    title = (
+        f"{_heading(rows)}: % flagged as OOD, calibrated on the validation data for at most {100 * alpha:g} % false "
+        "alarms, with 95 % binomial interval"
+    )
+    return detector_table(detectors, columns, title, _reasons(rows[rows["metric"].isin(names)], "ok", "Remark"))
 
 
 def _notes(rows: pd.DataFrame) -> list[str]:
@@ -407,7 +373,7 @@ def _notes(rows: pd.DataFrame) -> list[str]:
             notes.append(f"Accuracy on the in-distribution test set: {percent(row.value)} %{remark}.")
         elif row.reason:
             notes.append(f"No accuracy: {row.reason}.")
-    for row in select(rows, metric=SHIFT_ACCURACY, status="ok").itertuples():
+    for row in select(rows, metric=results.SHIFT_ACCURACY, status="ok").itertuples():
         notes.append(f"Accuracy on {row.ood}, in-distribution under a covariate shift: {percent(row.value)} %.")
     rated = select(rows, metric=AUROC, status="ok")
     for name, part in rated[rated["high"].fillna(rated["value"]) < 0.5].groupby("detector", sort=False):
@@ -415,12 +381,12 @@ def _notes(rows: pd.DataFrame) -> list[str]:
         sets = ", ".join(unique(part, "ood"))
         notes.append(f"Below chance: {label(name)} on {sets} ranks OOD samples below ID ones{why}.")
     decides = rows["metric"].str.contains("@")
-    openings: dict[Status, str] = {"ok": "Remark", "failed": "Failed", "skipped": "Not supported"}
+    openings: dict[results.Status, str] = {"ok": "Remark", "failed": "Failed", "skipped": "Not supported"}
     notes += [note for status, opening in openings.items() for note in _reasons(rows[~decides], status, opening)]
     return notes + _reasons(rows[decides], "skipped", "No decisions")
 
 
-def _reasons(rows: pd.DataFrame, status: Status, opening: str) -> list[str]:
+def _reasons(rows: pd.DataFrame, status: results.Status, opening: str) -> list[str]:
     """A line for each reason, with the detectors that it is about."""
     about = rows[(rows["status"] == status) & (rows["detector"] != "") & (rows["reason"] != "")]
     return [
@@ -437,13 +403,13 @@ class Choice:
     """The detector that leads a comparison."""
 
     detector: str
-    judged: Literal["near", "all"]  #: the OOD sets that it was judged by
+    judged: Judged  #: the OOD sets that it was judged by
     auroc: float  #: mean over them
-    rivals: Sequence[str] | None = None  #: detectors that the samples do not tell from it; None without scores
-    alpha: float = math.nan  #: level of false alarms that decisions were made at; NaN without decisions
-    detected: float = math.nan  #: share of the OOD samples that are found there, mean over the judged sets
-    alarms: float = math.nan  #: share of the ID test set that is flagged there
-    alarms_interval: tuple[float, float] = (math.nan, math.nan)
+    rivals: Sequence[str] | None  #: detectors that the samples do not tell from it; None without scores
+    alpha: float  #: level of false alarms that decisions were made at; NaN without decisions
+    detected: float  #: share of the OOD samples that are found there, mean over the judged sets
+    alarms: float  #: share of the ID test set that is flagged there
+    alarms_interval: tuple[float, float]
 
 
 def choose(rows: pd.DataFrame, scores: Scores | None = None) -> Choice | None:
@@ -463,43 +429,25 @@ def choose(rows: pd.DataFrame, scores: Scores | None = None) -> Choice | None:
     sets, ranked = ood_sets(rows), ranking(rows)
     if not sets or not ranked:
         return None
-    judged: Literal["near", "all"] = "near" if "near" in sets.values() else "all"
+    judged = judged_sets(rows)
     names = [name for name, distance in sets.items() if judged == "all" or distance == "near"]
     best = ranked[0]
     scored = {name: mine for name, mine in (scores or {}).items() if name in ranked and {ID, *names} <= set(mine)}
     rivals = _rivals(best, scored, names, ranked) if best in scored else None
-    choice = Choice(best, judged, near_far_means(rows).loc[best, judged], rivals)
-    mine = select(rows, detector=best, status="ok")
-    for alpha in levels(mine)[:1]:
-        alarms = select(mine, metric=at_level(FALSE_ALARMS, alpha)).iloc[0]
-        detected = select(mine, metric=at_level(DETECTED, alpha))
-        share = detected.loc[detected["ood"].isin(names), "value"].mean(skipna=False)
-        ends = alarms["low"], alarms["high"]
-        choice = replace(choice, alpha=alpha, detected=share, alarms=alarms["value"], alarms_interval=ends)
-    return choice
+    alpha, _ = decision_of(rows, best)
+    alarms = numbers_of(rows, [best], at_level(FALSE_ALARMS, alpha)).loc[best]
+    detected = select(rows, detector=best, metric=at_level(results.DETECTED, alpha))
+    share = detected.loc[detected["ood"].isin(names), "value"].mean(skipna=False)
+    area = near_far_means(rows).loc[best, judged]
+    return Choice(best, judged, area, rivals, alpha, share, alarms["value"], (alarms["low"], alarms["high"]))
 
 
 def advice(choice: Choice | None) -> list[str]:
-    """Why this detector, in sentences."""
+    """Why this detector, in words; none without a choice."""
     if choice is None:
         return []
-    sets = "near-OOD sets" if choice.judged == "near" else "OOD sets"
-    lines = [f"{label(choice.detector)} ranks OOD above ID samples best, by its mean AUROC over the {sets}."]
-    if choice.rivals:
-        names = ", ".join(map(label, choice.rivals))
-        lines.append(
-            f"These samples do not tell it from {names}: chance alone could make such a difference, so the simplest or "
-            "fastest of them will do."
-        )
-    if choice.rivals is None:
-        lines.append("Whether others are as good was not tested: there are no scores.")
-    if choice.alarms_interval[0] > choice.alpha:
-        lines.append(
-            "It flags more of the ID test set than requested: the validation data that set the threshold are not "
-            "like the test data, or the training chose its weights by them."
-        )
-    lines.append("It was chosen by the test sets shown here; OOD data of another kind may have another order.")
-    return lines
+    lines = render("advice.txt", choice=choice, label=label).splitlines()
+    return [line.strip() for line in lines]
 
 
 def _rivals(best: str, scores: Scores, names: Sequence[str], ranked: Sequence[str]) -> list[str]:

@@ -20,8 +20,8 @@ from rmd_plugin.app.commands import compare as main
 from rmd_plugin.app.parts import make_benchmark
 from rmd_plugin.compare.adapters import parameters_of
 from rmd_plugin.compare.rows import read_rows, select
-from rmd_plugin.report.names import LABELS, OURS
 from rmd_plugin.report.run import RunFolder
+from rmd_plugin.report.tables import LABELS, OURS
 
 GROUPS = ("all", "baselines", "common", "flows", "gaussian", "ours", "paper")
 QUIET = ["hydra/job_logging=none", "hydra/hydra_logging=none"]

@@ -192,17 +192,6 @@ def test_a_cell_or_a_study_that_fails_does_not_end_the_others(hydra, tmp_path, m
 
 
 @pytest.mark.slow
-def test_lines_that_were_left_out_are_not_claimed(hydra, tmp_path):
-    jobs.run(make_config(tmp_path, "study=table3", "cells=[]"))
-    summary = summary_of(tmp_path, "table3")
-    assert all(item["ours"] is None for item in summary["numbers"])
-    reasons = {item["line"]: item["reason"] for item in summary["numbers"]}
-    assert "left out" in reasons["CLINC Intent OOD, BERT"]
-    assert "scale=paper" in reasons["CIFAR-10 vs CIFAR-100, ViT-B/16"]
-    assert summary["command"] == "rmd-reproduce study=table3 scale=small 'cells=[]'"
-
-
-@pytest.mark.slow
 def test_simulation_from_the_command_to_the_document(tmp_path, monkeypatch):
     options = [f"simulation.{name}={value}".replace(" ", "") for name, value in TOY_SIMULATION.items()]
     options = [option.replace("'", "") for option in options]

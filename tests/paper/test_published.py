@@ -52,5 +52,5 @@ def test_every_cell_of_the_tables_is_the_published_one(document, table, label):
 @pytest.mark.data
 def test_every_number_of_the_text_stands_in_the_source(document):
     said = {float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", document)}
-    assert {value for numbers in paper.TEXT.values() for value in numbers.values()} <= said
+    assert {value for study in paper.TEXT.values() for numbers in study.values() for value in numbers.values()} <= said
     assert set(paper.SIMULATION_SIZES.values()) <= said

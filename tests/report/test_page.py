@@ -19,12 +19,11 @@ from rmd_plugin.compare.rows import make_rows
 from rmd_plugin.guard.score import score_schema
 from rmd_plugin.report.page import (
     EXTREMES,
-    REASONS,
+    ScoreSummary,
     ScoringRun,
     collect_samples,
     preview,
     render_report,
-    summarise_scores,
     thumbnail,
     write_report,
     write_scores_page,
@@ -101,19 +100,6 @@ def test_the_page_says_what_to_do_next_and_the_command_names_the_run(run, page, 
     assert "-m seed=" not in other
 
 
-def test_the_recommended_detector_is_shown_over_training(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.write_rows(make_rows([auroc_row(f"d{n}", "a", 0.5 + n / 100) for n in range(20)]))
-    folder.write_history([observed(f"d{n}", "a", epoch, 0.9) for n in range(20) for epoch in range(2)])
-    from rmd_plugin.report import page
-
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "picture", lambda figure, alt: seen.append(figure) or page.Picture("data:image/x", alt))
-        render_report(folder)
-    assert any(text.get_text() == "d19" for text in seen[0].axes[0].get_legend().get_texts())
-
-
 def test_names_cannot_break_the_page(tmp_path):
     folder = RunFolder(tmp_path)
     folder.start(config={EVIL: EVIL}, command=EVIL, about={"benchmark": EVIL})
@@ -133,7 +119,7 @@ def test_a_run_that_failed_or_was_interrupted_says_so_and_shows_what_was_done(tm
     folder = RunFolder(tmp_path)
     with pytest.raises(RuntimeError), folder.running(about={"benchmark": "digits", "backbone": "mlp", "seed": 4}):
         raise RuntimeError("loss is NaN in epoch 3")
-    text = plain(write_report(tmp_path).read_text(encoding="utf-8"))
+    text = plain(render_report(folder))
     for words in ("loss is NaN in epoch 3", "OOD detection on digits with mlp", "No detector was compared"):
         assert words in text
     folder.write_history([observed("rmd", "a", 0, 0.9)])
@@ -141,8 +127,6 @@ def test_a_run_that_failed_or_was_interrupted_says_so_and_shows_what_was_done(tm
     text = render_report(folder)
     assert "was interrupted" in text
     assert "<h2>Over training</h2>" in text
-    with pytest.raises(FileNotFoundError, match="not a folder"):
-        write_report(tmp_path / "nowhere")
 
 
 def test_damaged_files_are_named_and_the_rest_stands(run, tmp_path):
@@ -150,12 +134,10 @@ def test_damaged_files_are_named_and_the_rest_stands(run, tmp_path):
     names = ("scores.npz", "history.csv", "versions.json", "status.json", "samples.json")
     for name in names:
         (copy / name).write_bytes(b"\x00garbage")
-    page = checked(write_report(copy).read_text(encoding="utf-8"))
+    page = checked(render_report(RunFolder(copy)))
     for name in names:
         assert re.search(rf'<p class="notice mild">[^<]*{re.escape(name)}', page), name
     assert "<h2>Decisions</h2>" in page
-    RunFolder(copy).write_scores({"rmd": {"wrong": np.zeros(3)}})
-    assert "could not be drawn" in render_report(RunFolder(copy))
 
 
 # -- samples ----------------------------------------------------------------------------------------------------------
@@ -165,39 +147,28 @@ def test_the_outermost_samples_are_kept_in_order_and_flagged_above_the_threshold
     scores = fitted()
     found = collect_samples(compared(), scores, random_pictures)
     assert found["detector"] == "mahalanobis"
-    assert [group["title"] for group in found["groups"]] == [
-        "in-distribution test set: the most unknown",
-        "blobs (near): the most unknown",
-        "blobs (near): the most ordinary, detected last",
-        "noise (far): the most unknown",
-        "noise (far): the most ordinary, detected last",
-    ]
+    titles = [group["title"].partition(":")[0] for group in found["groups"]]
+    assert titles == ["in-distribution test set"] + 2 * ["blobs (near)"] + 2 * ["noise (far)"]
     highest = found["groups"][1]["cards"]
     assert highest[0]["name"] == f"no. {int(np.argmax(scores['mahalanobis']['blobs']))}"
     assert [card["flagged"] for card in highest] == sorted((card["flagged"] for card in highest), reverse=True)
     assert highest[0]["flagged"] == bool(scores["mahalanobis"]["blobs"].max() > 1.0)
     assert json.loads(json.dumps(found)) == found
     assert collect_samples(compared(), scores, lambda name, place: (torch.zeros(16), "")) is None
-    assert collect_samples(make_rows(), {}, random_pictures) is None
 
 
 @pytest.mark.parametrize(
     ("item", "kind"),
     [
-        ("a text", "text"),
+        ("a text", "a text"),
         (Image.new("L", (300, 200)), "image/jpeg"),
-        (np.zeros((8, 8, 3), np.uint8), "image/png"),
         (torch.rand(1, 8, 8), "image/png"),
-        (torch.randn(3, 8, 8) - 5, None),  # normalised: nobody says what is black
-        (torch.zeros(16), None),
+        (torch.randn(3, 8, 8) - 5, "None"),  # normalised: nobody says what is black
     ],
 )
 def test_what_has_a_look_is_shown(item, kind):
-    found = preview(item, "alt")
-    if kind == "text":
-        assert found == item
-    else:
-        assert (None if found is None else found.source.split(";")[0].removeprefix("data:")) == kind
+    shown = preview(item, "alt")
+    assert getattr(shown, "source", str(shown)).partition(";")[0].removeprefix("data:") == kind
 
 
 # -- scores -----------------------------------------------------------------------------------------------------------
@@ -216,27 +187,31 @@ def write_table(path, count=400, broken=0.1):
     return pd.DataFrame(records)
 
 
-def scores_page(path, summary, previews=lambda names: {}, **options):
+def scores_page(path, summary, previews=(), **options):
     run = ScoringRun("my guard", ["new"], 0.05, threshold=1.5, **options)
-    return checked(write_scores_page(path / "report.html", summary, run, previews).read_text(encoding="utf-8"))
+    return checked(
+        write_scores_page(path / "report.html", summary, run, lambda names: dict(previews)).read_text(encoding="utf-8")
+    )
 
 
 def test_the_summary_of_scores_is_that_of_pandas(tmp_path):
     frame = write_table(tmp_path / "s.parquet")
-    summary = summarise_scores(tmp_path / "s.parquet")
+    summary = ScoreSummary(tmp_path / "s.parquet")
     scored, broken = frame[frame["score"].notna()], frame[frame["reason"].notna()]
     flagged = int((scored["score"] > 1.5).sum())
     assert (len(summary.numbers), summary.scored, summary.flagged, summary.nan) == (400, len(scored), flagged, 0)
-    assert summary.broken == summary.with_reason == len(broken)
+    assert summary.broken == len(broken)
     ordered = scored.sort_values("score", kind="stable")["path"].tolist()
     assert summary.lowest["name"].tolist() == ordered[:EXTREMES]
     assert summary.highest["score"].tolist() == sorted(scored["score"], reverse=True)[:EXTREMES]
     for name, part in scored.groupby("class"):
         line = summary.classes.loc[name]
         assert (line["Scored"], line["Flagged"]) == (len(part), (part["score"] > 1.5).sum())
-    assert summary.reasons.to_numpy().tolist() == broken[["path", "reason"]][:REASONS].to_numpy().tolist()
-    validation = {"edges": [-3.0, 0.0, 3.0], "counts": [5, 5]}
-    text = plain(scores_page(tmp_path, summary, validation=validation))
+    assert summary.reasons.to_numpy().tolist() == broken[["path", "reason"]].to_numpy().tolist()
+    samples = {ordered[0]: EVIL * 30, summary.highest["name"][0]: thumbnail(Image.new("RGB", (400, 300)), EVIL)}
+    page = scores_page(tmp_path, summary, samples, validation={"edges": [-3.0, 0.0, 3.0], "counts": [5, 5]})
+    assert 'src="data:image/jpeg;base64,' in page
+    text = plain(page)
     for words in (f"{len(scored)} of 400", "class 0", "cut at", "Most unknown", ordered[-1]):
         assert words in text
 
@@ -249,20 +224,10 @@ def test_any_scores_have_a_page(tmp_path, scores):
     ]
     table = pa.Table.from_pylist([*records, {"path": "x", "reason": "cut"}], schema=score_schema("path"))
     pq.write_table(table, tmp_path / "s.parquet")
-    summary = summarise_scores(tmp_path / "s.parquet")
+    summary = ScoreSummary(tmp_path / "s.parquet")
     assert (summary.scored, summary.broken) == (len(scores), 1)
     text = plain(scores_page(tmp_path, summary, interrupted=True))
     assert ("score that is not a number" in text) == any(score != score for score in scores)
-
-
-def test_pictures_and_texts_of_samples_are_shown_and_escaped(tmp_path):
-    write_table(tmp_path / "s.parquet", broken=0)
-    summary = summarise_scores(tmp_path / "s.parquet")
-    image = thumbnail(Image.new("RGB", (400, 300)), EVIL)
-    first = summary.highest["name"][0]
-    page = scores_page(tmp_path, summary, lambda names: {first: image, summary.lowest["name"][0]: EVIL * 30})
-    assert 'src="data:image/jpeg;base64,' in page
-    assert "…" in page
 
 
 # -- in a browser -----------------------------------------------------------------------------------------------------
