@@ -28,7 +28,6 @@ from pytorch_ood.api import (
     Task,
 )
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from rmd_plugin.detectors import gaussian
 from rmd_plugin.detectors.gaussian import MAX_FLOAT32_AMPLIFICATION, QuadraticScore, Shrinkage
@@ -116,14 +115,11 @@ class DeclaredOptions(FeaturesDetector):
         bases = [base for base in cls.__mro__[1:] if "_fields" in vars(base)]
         for base in bases:
             base.__dataclass_fields__ = base._fields  # type: ignore[attr-defined]
-        try:
-            dataclass(eq=False, repr=False)(cls)
-            cls._options = fields(cls)  # type: ignore[arg-type]
-            cls._fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
-        finally:
-            for base in [cls, *bases]:
-                if "__dataclass_fields__" in vars(base):
-                    del base.__dataclass_fields__  # type: ignore[attr-defined]
+        dataclass(eq=False, repr=False)(cls)
+        cls._options = fields(cls)  # type: ignore[arg-type]
+        cls._fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        for base in [cls, *bases]:
+            del base.__dataclass_fields__  # type: ignore[attr-defined]
 
 
 class StatefulDetector(DeclaredOptions):
@@ -207,7 +203,7 @@ class StatefulDetector(DeclaredOptions):
         diagonal = self.covariance == "diagonal"
         return ClassMoments(num_classes, diagonal=diagonal, normalize=self.normalize, **kwargs)
 
-    def fit(self, data_loader: Iterable[Any], *, progress: bool | None = None, **background: Any) -> Self:
+    def fit(self, data_loader: Iterable[Any], **background: Any) -> Self:
         """Fit on a loader in one pass: batches are encoded in evaluation mode.
 
         Gaussian detectors keep only the moments of the features, FusedRMD a sample beside, flows all on the CPU. Under
@@ -216,7 +212,6 @@ class StatefulDetector(DeclaredOptions):
 
         Args:
             data_loader: yields pairs (x, y). Samples with y < 0 are skipped.
-            progress: show progress bars; None for the detector's own option, or else none.
             background: of :class:`RMD`: ``background=``, another corpus that MD_0 is fitted to, in place of all
                 training samples: a loader of pairs (x, y), whose labels do not matter, or its moments.
 
@@ -224,8 +219,7 @@ class StatefulDetector(DeclaredOptions):
             ModelNotSetException: if the detector has no encoder.
             ValueError: if there is no in-distribution sample, or features are NaN or infinite.
         """
-        shown = getattr(self, "progress", False) if progress is None else progress
-        return self._fit_batches(self._encode(data_loader, shown), progress=shown, **background)
+        return self._fit_batches(self._encode(data_loader), **background)
 
     def fit_features(self, z: Tensor, y: Tensor, **background: Any) -> Self:  # type: ignore[override]
         """Fit on features; works inside ``no_grad`` and ``inference_mode``.
@@ -240,7 +234,7 @@ class StatefulDetector(DeclaredOptions):
             TypeError: if features or labels have the wrong dtype.
             ValueError: if shapes do not fit, features are NaN or infinite, or none varies within the classes.
         """
-        return self._fit_batches([(z, y)], progress=getattr(self, "progress", False), **background)
+        return self._fit_batches([(z, y)], **background)
 
     def fit_moments(self, moments: Moments, **background: Any) -> Self:
         """Fit on moments, for example those of several processes, collected as :meth:`new_moments` does.
@@ -276,15 +270,12 @@ class StatefulDetector(DeclaredOptions):
             raise ValueError("covariance='tied' needs more than the diagonal that was collected.")
         return moments
 
-    def _encode(self, loader: Iterable[Any], progress: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    def _encode(self, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """Features and labels of a loader, batch by batch, in evaluation mode."""
         if self.encoder is None:
             raise ModelNotSetException("fit(loader) needs an encoder. Pass one, or use fit_features(z, y).")
-        # disable=None: only on a terminal
-        title, hidden = f"fit {type(self).__name__}", None if progress else True
         with evaluating(self.encoder):
-            for batch in tqdm(loader, desc=title, unit="batch", leave=False, disable=hidden):
-                x, y = as_pair(batch)
+            for x, y in map(as_pair, loader):
                 with torch.no_grad():  # not around the yield: the caller's gradients are the caller's
                     z = pool_features(check_features(self.encoder(to_device(x, self.device))).detach())
                 yield z, torch.as_tensor(y)
@@ -295,7 +286,7 @@ class StatefulDetector(DeclaredOptions):
             metric.update(z, y)
         return metric.compute()
 
-    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool, **background: Any) -> Self:
+    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], **background: Any) -> Self:
         return self.fit_moments(self._collect(batches), **background)
 
     def _set_fitted(
@@ -367,25 +358,23 @@ class StatefulDetector(DeclaredOptions):
         return label
 
     def _change(self, combine: Callable[[Moments, Moments], Moments], z: Tensor, y: Tensor) -> Self:
-        moments, names = self._require_moments(), self._class_names
-        metric = self.new_moments(num_features=self.num_features, sync_on_compute=False)
-        metric.update(z, y)
-        if bool(metric.counts.any()):
-            self.fit_moments(combine(moments, metric.compute()), **self._fitted_background())
-            self._class_names = names
-        return self
-
-    def _fitted_background(self) -> dict[str, Any]:
-        return {}
-
-    def _require_moments(self) -> Moments:
         self._require_fit()
         if not self.from_moments:
             raise NotImplementedError(_NO_SAMPLES)
         if not isinstance(self._moments, self._kind):
-            name = type(self).__name__
-            raise ValueError(f"this {name} has no moments, so it cannot change. Fit it with keep_moments=True.")
-        return self._moments
+            raise ValueError("without its moments a detector cannot change. Fit it with keep_moments=True.")
+        metric, names = self.new_moments(num_features=self.num_features, sync_on_compute=False), self._class_names
+        metric.update(z, y)
+        if bool(metric.counts.any()):
+            corpus = {"background": (self._state["shift"], self._state["background"])} if self._has_corpus else {}
+            self.fit_moments(combine(self._moments, metric.compute()), **corpus)
+            self._class_names = names
+        return self
+
+    @property
+    def _has_corpus(self) -> bool:
+        """Whether MD_0 is that of another corpus."""
+        return "background" in self._state
 
     # -- scoring --------------------------------------------------------------------------------------------------
 
@@ -466,7 +455,7 @@ class StatefulDetector(DeclaredOptions):
         with torch.no_grad():
             scores = torch.cat([score(self._modules[dtype], part) for part in z.split(rows)])
         # MD_0 of a corpus that lies far away has more digits than float32
-        wide = z.dtype == torch.float64 or "background" in self._state
+        wide = z.dtype == torch.float64 or self._has_corpus
         return scores.to(torch.float64 if wide else torch.float32)
 
     def _score_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -553,9 +542,7 @@ class StatefulDetector(DeclaredOptions):
         return gaussian.shrunk_covariance(moments, self.intensity)
 
     def _sigma_0(self, moments: Moments) -> Tensor:
-        if "background" in self._state:
-            return self._state["background"]
-        return self._sigma(moments) + moments.between_covariance
+        return self._state["background"] if self._has_corpus else self._sigma(moments) + moments.between_covariance
 
     def _attribute(self, name: str, compute: Callable[[Moments], Tensor]) -> Tensor | None:
         if not self.fitted:
@@ -596,7 +583,7 @@ class StatefulDetector(DeclaredOptions):
         for name, value in options.items():
             setattr(self, name, value)
         tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
-        saved = {name: tensors.pop(_MOMENTS + name) for name in self._kind.names() if _MOMENTS + name in tensors}
+        saved = {name.removeprefix(_MOMENTS): tensors.pop(name) for name in [*tensors] if name.startswith(_MOMENTS)}
         self._set_fitted(tensors, **sizes, moments=self._kind(**saved, normalized=self.normalize) if saved else None)
         self._class_names = dict(enumerate(state.get("class_names", [])))
         return self
@@ -679,12 +666,6 @@ def raise_if_interrupted(detector: object) -> None:
         raise KeyboardInterrupt
 
 
-def check_integer(name: str, value: object, lowest: int) -> None:
-    """Refuse an option that is no integer of at least ``lowest``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ValueError(f"{name} must be an integer of at least {lowest}, got {value!r}.")
-
-
 def _inverse(covariance: Tensor) -> Tensor:
     if covariance.ndim == 1:
         cutoff = len(covariance) * torch.finfo(covariance.dtype).eps * covariance.amax()
@@ -734,26 +715,17 @@ class RMD(StatefulDetector):
     def _fit_parameters(self, moments: Moments, background: Any = None) -> dict[str, Tensor]:
         if background is None:
             return gaussian.fit_relative(moments, self.shrinkage)
-        if not isinstance(background, tuple):
-            corpus = self._suited(self._corpus(background)).to(moments.device)
-            if corpus.num_features != moments.num_features:
-                widths = f"{corpus.num_features} features, expected {moments.num_features}"
-                raise ValueError(f"the background has {widths}. Take both from the same layer.")
-            background = gaussian.fit_background(corpus, self.shrinkage)
-        mean, covariance = (part.to(moments.device) for part in background)
-        return gaussian.fit_relative_to(moments, mean, covariance, self.shrinkage)
-
-    def _corpus(self, background: Moments | Tensor | Iterable[Any]) -> Moments:
-        """Moments of a corpus, whatever its labels are: one below zero is OOD, and a background may be just that."""
-        if isinstance(background, Moments):
-            return background
-        batches = [(background, None)] if isinstance(background, Tensor) else self._encode(background, False)
-        return self._collect((z, torch.zeros(len(z), dtype=torch.long)) for z, _ in batches)
-
-    def _fitted_background(self) -> dict[str, Any]:
-        if "background" not in self._state:
-            return {}
-        return {"background": (self._state["shift"], self._state["background"])}
+        if isinstance(background, tuple):  # mean and covariance of an earlier fit
+            mean, covariance = (part.to(moments.device) for part in background)
+            return gaussian.fit_relative_to(moments, mean, covariance, self.shrinkage)
+        if not isinstance(background, Moments):
+            batches = [(background, None)] if isinstance(background, Tensor) else self._encode(background)
+            # whatever its labels are: one below zero is OOD, and a background may be just that
+            background = self._collect((z, torch.zeros(len(z), dtype=torch.long)) for z, _ in batches)
+        corpus = self._suited(background).to(moments.device)
+        if corpus.num_features != moments.num_features:
+            raise ValueError(f"the background has {corpus.num_features} features: take both from the same layer.")
+        return gaussian.fit_relative_to(moments, *gaussian.fit_background(corpus, self.shrinkage), self.shrinkage)
 
 
 class Mahalanobis(StatefulDetector):
@@ -830,7 +802,9 @@ class PartialMahalanobis(StatefulDetector):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._needs_many_samples = not self.largest  # few samples get small variances wrong
-        check_integer("components", self.components, 1 if self.largest else 0)
+        lowest = 1 if self.largest else 0
+        if not isinstance(self.components, int) or self.components < lowest:
+            raise ValueError(f"components must be an integer of at least {lowest}, got {self.components!r}.")
 
     def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
         return gaussian.fit_partial(moments, self.components, largest=self.largest, shrinkage=self.shrinkage)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -224,16 +225,7 @@ class FlowFit:
 
 
 def train_flows(
-    spec: FlowSpec,
-    samples: Tensor,
-    flows: Tensor,
-    count: int,
-    options: FlowDetector,
-    *,
-    contexts: Tensor | None = None,
-    batch_size: int | None = None,
-    max_epochs: int | None = None,
-    title: str | None = None,
+    spec: FlowSpec, samples: Tensor, flows: Tensor, count: int, options: FlowDetector, contexts: Tensor | None = None
 ) -> FlowFit:
     """Train ``count`` flows, each on its own samples, from the identity; those of few samples are left there.
 
@@ -247,11 +239,7 @@ def train_flows(
         count: number of flows S.
         options: the detector, for how to train.
         contexts: class of each sample, shape (N,), for flows with a context.
-        batch_size: in place of the detector's.
-        max_epochs: in place of the detector's.
-        title: of a progress bar, shown on a terminal only; None for no bar.
     """
-    epochs, size = options.max_epochs if max_epochs is None else max_epochs, batch_size or options.batch_size
     flows = flows.cpu()
     rows = flows.argsort(stable=True).split(torch.bincount(flows, minlength=count).tolist())
     params = {name: value.to(samples) for name, value in spec.stack(count, options.seed).items()}
@@ -260,9 +248,9 @@ def train_flows(
     # flows of a stack take the same number of steps in an epoch
     equal: dict[int, list[tuple[int, Split]]] = {}
     for flow in sorted(range(count), key=lambda flow: -len(rows[flow])):
-        if len(rows[flow]) >= MIN_SAMPLES and epochs:
+        if len(rows[flow]) >= MIN_SAMPLES and options.max_epochs:
             split = split_rows(rows[flow], options, flow)
-            equal.setdefault(-(-len(split[0]) // size), []).append((flow, split))
+            equal.setdefault(-(-len(split[0]) // options.batch_size), []).append((flow, split))
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(samples.device.type, enabled=False):
         samples = samples.clone() if samples.is_inference() else samples.detach()  # for autograd
         contexts = None if contexts is None else contexts.to(samples.device)
@@ -270,8 +258,7 @@ def train_flows(
             for steps, members in equal.items():
                 for start in range(0, len(members), options.class_chunk):
                     numbers, splits = zip(*members[start : start + options.class_chunk], strict=True)
-                    stack = _Stack(spec, samples, contexts, options, fit, steps, torch.tensor(numbers), splits)
-                    stack.train(epochs, title)
+                    _Stack(spec, samples, contexts, options, fit, steps, torch.tensor(numbers), splits).train()
         except KeyboardInterrupt:
             fit.interrupted = True
     if fit.diverged:
@@ -294,7 +281,7 @@ class _Stack:
     flows: Tensor  #: numbers of the flows, shape (S,)
     splits: Sequence[Split]  #: their samples and random numbers
 
-    def train(self, max_epochs: int, title: str | None) -> None:
+    def train(self) -> None:
         self.masks = {name: mask.to(self.samples) for name, mask in self.spec.masks().items()}
         self.params = {name: value[self.flows].requires_grad_() for name, value in self.fit.params.items()}
         groups: list[dict[str, Any]] = [
@@ -306,8 +293,8 @@ class _Stack:
         self.optimizer = torch.optim.AdamW(groups, self.options.lr, weight_decay=decay, fused=fused)
         self.fit.start_loss[self.flows] = self.fit.loss[self.flows] = self.evaluate()
         stopped, stale = torch.zeros_like(self.flows, dtype=torch.bool), torch.zeros_like(self.flows)
-        hidden = True if title is None else None  # None: only on a terminal
-        bar = tqdm(range(1, max_epochs + 1), desc=title, unit="epoch", disable=hidden, leave=False)
+        title, hidden = f"train {len(self.flows)} flows", None if self.options.progress else True  # None: on a terminal
+        bar = tqdm(range(1, self.options.max_epochs + 1), desc=title, unit="epoch", disable=hidden, leave=False)
         for epoch in bar:
             training, validation = self.epoch(), self.evaluate()
             losses = {"train": f"{training.mean():.2f}", "val": f"{validation.mean():.2f}"}
@@ -602,6 +589,7 @@ class FlowDetector(StatefulDetector):
     _chunk_rows = _PASS_SAMPLES
     hyperparameter_space = {"transforms": [1, 2], "shrinkage": [0.0, 0.1]}  # noqa: RUF012
     _relative: ClassVar[bool]
+    _choices: ClassVar = {"sharing": ("per_class", "conditional"), "space": ("features", "discriminant")}
 
     _: KW_ONLY
     space: Space = "features"
@@ -626,12 +614,13 @@ class FlowDetector(StatefulDetector):
         super().__post_init__()
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must lie in [0, 1), got {self.validation_fraction!r}.")
-        _check_choice("sharing", self.sharing, "per_class", "conditional")
-        _check_choice("space", self.space, "features", "discriminant")
+        for name, choices in self._choices.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
 
     # -- fitting --------------------------------------------------------------------------------------------------
 
-    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool) -> Self:  # type: ignore[override]
+    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:  # type: ignore[override]
         with torch.inference_mode(False), torch.no_grad():
             metric = self.new_moments(sync_on_compute=False)
             rows, labels = [], []
@@ -644,21 +633,21 @@ class FlowDetector(StatefulDetector):
             if self._relative and int((moments.counts > 0).sum()) == 1:
                 warn("a single class is its own background, so the ratio says little. Use FlowLikelihood.")
             z, y = torch.cat(rows), torch.cat(labels)
-            del rows
-            state = self._train(moments, z, y, progress)
+            del rows  # they take as much memory as the flows
+            state = self._train(moments, z, y)
             state["intensity"] = moments.shift.new_tensor(gaussian.shrinkage_intensity(moments, self.shrinkage))
             return self._set_fitted(state, moments.num_classes, moments.num_features)
 
-    def _encode(self, loader: Iterable[Any], progress: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    def _encode(self, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         # all of them are kept until the flows are trained
-        return ((z.cpu(), y.cpu()) for z, y in super()._encode(loader, progress))
+        return ((z.cpu(), y.cpu()) for z, y in super()._encode(loader))
 
-    def _train(self, moments: Moments, z: Tensor, y: Tensor, progress: bool) -> dict[str, Tensor]:
+    def _train(self, moments: Moments, z: Tensor, y: Tensor) -> dict[str, Tensor]:
         state = fit_start(moments, self.shrinkage, self.space)
         labels, points = state["classes"].cpu(), state["points"]
         index = torch.searchsorted(labels, y)
         counts = torch.bincount(index, minlength=len(labels))
-        device = z.device if self.device is None else self.device
+        device, self.interrupted = z.device if self.device is None else self.device, False
         own = torch.empty(len(z), points.shape[1], dtype=torch.float32, device=device)
         everywhere = torch.empty_like(own if self.background == "flow" else own[:0])
         for start in range(0, len(z), _CHUNK_ROWS):
@@ -674,50 +663,42 @@ class FlowDetector(StatefulDetector):
         if self.sharing == "conditional":
             # a class with a handful of samples must not bend the shared flow
             large = ~plain[index]
-            title = "conditional flow" if progress else None
-            shared = replace(spec, contexts=len(labels))
-            fit = self._train_shared(shared, own[large.to(device)], title, contexts=index[large])
+            fit = self._train_shared(replace(spec, contexts=len(labels)), own[large.to(device)], index[large])
         else:
-            fit = train_flows(spec, own, index, len(labels), self, title="class flows" if progress else None)
-        del own
+            fit = train_flows(spec, own, index, len(labels), self)
         state |= {"counts": counts, "plain": plain, **fit.tensors("class")}
         self.interrupted = fit.interrupted
         if self.background == "flow":
-            epochs = 0 if fit.interrupted else self.max_epochs
-            fit = self._train_shared(spec, everywhere, "background flow" if progress else None, max_epochs=epochs)
+            fit = self._train_shared(spec, everywhere)
             state |= fit.tensors("background")
             self.interrupted |= fit.interrupted
         return {name: tensor.to(device) for name, tensor in state.items()}
 
-    def _train_shared(self, spec: FlowSpec, x: Tensor, title: str | None, **options: Any) -> FlowFit:
+    def _train_shared(self, spec: FlowSpec, x: Tensor, contexts: Tensor | None = None) -> FlowFit:
         """Train one flow on the samples of all classes, in larger batches: thousands of small steps take longer."""
-        size = min(max(self.batch_size, len(x) // 200), 4 * self.batch_size)
-        one = torch.zeros(len(x), dtype=torch.long)
-        return train_flows(spec, x, one, 1, self, batch_size=size, title=title, **options)
+        options = copy(self)
+        options.batch_size = min(max(self.batch_size, len(x) // 200), 4 * self.batch_size)
+        options.max_epochs = 0 if self.interrupted else self.max_epochs
+        return train_flows(spec, x, torch.zeros(len(x), dtype=torch.long), 1, options, contexts)
 
     # -- scoring --------------------------------------------------------------------------------------------------
 
     def _build_module(self, dtype: torch.dtype) -> nn.Module:
         state, options, gain, background = self._state, self._fitted_options, None, None
         if options.get("background") == "flow":
-            centre = torch.zeros_like(state["points"][:1])
-            background = FlowBank(self._fitted_spec("background"), self._parameters("background", dtype), centre)
+            background = FlowBank(*self._flows("background", dtype), torch.zeros_like(state["points"][:1]))
         elif self._relative:
             # on average over held-out samples; none where nothing was trained
             gain = (state["class_start_loss"] - state["class_loss"]).nan_to_num(0.0)
-        params = self._parameters("class", dtype)
-        classes = FlowBank(self._fitted_spec("class"), params, state["points"], state["plain"], gain)
+        classes = FlowBank(*self._flows("class", dtype), state["points"], state["plain"], gain)
         return FlowScore(state, classes, background, relative=self._relative, normalize=options["normalize"])
 
-    def _parameters(self, role: Role, dtype: torch.dtype = torch.float32) -> Parameters:
-        """Stacked parameters of the flows, under the names of nflows."""
-        prefix = f"{role}_flow."
-        return {name[len(prefix) :]: value.to(dtype) for name, value in self._state.items() if name.startswith(prefix)}
-
-    def _fitted_spec(self, role: Role) -> FlowSpec:
-        """Shape of the fitted flows."""
-        contexts = len(self._state["classes"]) if role == "class" and self._conditional else 0
-        return _spec(self._fitted_options, self._state["points"].shape[1], contexts)
+    def _flows(self, role: Role, dtype: torch.dtype = torch.float32) -> tuple[FlowSpec, Parameters]:
+        """Shape and stacked parameters of the fitted flows, under the names of nflows."""
+        prefix, state = f"{role}_flow.", self._state
+        params = {name.removeprefix(prefix): state[name].to(dtype) for name in state if name.startswith(prefix)}
+        contexts = len(state["classes"]) if role == "class" and self._conditional else 0
+        return _spec(self._fitted_options, state["points"].shape[1], contexts), params
 
     @property
     def _conditional(self) -> bool:
@@ -733,7 +714,8 @@ class FlowDetector(StatefulDetector):
         have samples, as context.
         """
         position = self._position(label)
-        return self._fitted_spec("class").unstack(self._parameters("class"), 0 if self._conditional else position)
+        spec, params = self._flows("class")
+        return spec.unstack(params, 0 if self._conditional else position)
 
     def coordinates(self, z: Tensor, label: int | None = None) -> Tensor:
         """Where the flows act: features in coordinates in which each class has mean zero and unit covariance.
@@ -769,10 +751,9 @@ class FlowDetector(StatefulDetector):
             flows["background"] = ["background"]
         rows: list[dict[str, int | float | str]] = []
         for role, names in flows.items():
-            epochs, start, loss = (self._state[f"{role}_{name}"].tolist() for name in ("epochs", "start_loss", "loss"))
-            for number, name in enumerate(names):
-                row = {"epoch": epochs[number], "gaussian": start[number], "trained": loss[number]}
-                rows.append({"flow": name, **row})
+            columns = (self._state[f"{role}_{name}"].tolist() for name in ("epochs", "start_loss", "loss"))
+            for row in zip(names, *columns, strict=True):
+                rows.append(dict(zip(("flow", "epoch", "gaussian", "trained"), row, strict=True)))
         return rows
 
 
@@ -780,11 +761,6 @@ def _spec(options: Mapping[str, Any], width: int, contexts: int = 0) -> FlowSpec
     hidden = options["hidden_features"]
     hidden = min(max(width, 64), 128) if hidden is None else hidden
     return FlowSpec(width, hidden, options["num_blocks"], options["transforms"], contexts)
-
-
-def _check_choice(name: str, value: object, *allowed: str) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}.")
 
 
 class FlowLikelihood(FlowDetector):
@@ -842,12 +818,9 @@ class RelativeFlow(FlowDetector):
     """
 
     _relative = True
+    _choices: ClassVar = {**FlowDetector._choices, "background": ("flow", "gaussian")}
 
     _: KW_ONLY
     background: Background = "gaussian"
     space: Space = "discriminant"
     sharing: Sharing = "conditional"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_choice("background", self.background, "flow", "gaussian")

@@ -373,7 +373,7 @@ def test_the_bar_is_an_option_and_needs_a_terminal(blobs, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     detector.fit([(z.float(), y)])
     shown = capsys.readouterr().err
-    assert all(part in shown for part in ("fit RelativeFlow", "class flows", "background flow", "epoch=3", "val="))
+    assert all(part in shown for part in ("train 5 flows", "train 1 flows", "epoch=3", "val="))
     RelativeFlow(**QUICK).fit_features(z, y)
     RMD(nn.Identity()).fit([(z, y)])
     assert capsys.readouterr().err == ""
