@@ -52,6 +52,7 @@ from rmd_plugin.detectors.snapshot import NETWORKS, build_detector, give_encoder
 if TYPE_CHECKING:
     from rmd_plugin.detectors.drift import DriftAlarm
 
+Network = Callable[[Any], Tensor]
 _Kind = Literal["inputs", "features", "logits"]
 #: what changes a fit as a whole or not at all
 _CHANGES = ("update", "forget", "add_class")
@@ -264,10 +265,8 @@ class Calibration(nn.Module):
         alarms = [allowed_alarms(size, alpha, confidence) for size in sizes]
         if 0 in alarms:
             of_class = "" if len(alarms) == 1 else f" of class {alarms.index(0)}"
-            needed = (
-                f"needs {required_samples(alpha, confidence)} calibration samples{of_class}, there are {min(sizes)}"
-            )
-            raise ValueError(f"alpha={alpha:g} with confidence={confidence} {needed}.")
+            needed = f"{required_samples(alpha, confidence)} calibration samples{of_class}, there are {min(sizes)}"
+            raise ValueError(f"alpha={alpha:g} with confidence={confidence} needs {needed}.")
         return torch.tensor(alarms).to(self.starts)
 
     def is_ood(
@@ -774,7 +773,7 @@ class Calibrated(Detector):
     def _encode(self, x: Any) -> tuple[_Kind, Tensor]:
         """Features or logits of inputs, from the network in evaluation mode."""
         network = "model" if isinstance(self.detector, LogitsDetector) else "encoder"
-        run: Callable[[Any], Tensor] | None = getattr(self.detector, network, None)
+        run: Network | None = getattr(self.detector, network, None)
         if run is None:
             raise ValueError(f"{self.detector!r} lacks the {network} that classes or folds are found with.")
         with torch.no_grad(), evaluating(run):
@@ -832,7 +831,7 @@ class Calibrated(Detector):
         return self
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], encoder: Callable[[Any], Tensor] | None = None) -> Self:
+    def from_state(cls, state: dict[str, Any], encoder: Network | None = None) -> Self:
         """Make a calibrated detector from the result of :meth:`state_dict`.
 
         ``encoder`` becomes the network of the wrapped one: to features, to logits for detectors on logits, or whatever
@@ -850,9 +849,7 @@ class Calibrated(Detector):
         write_state(path, self.state_dict())
 
     @classmethod
-    def load(
-        cls, path: Path, encoder: Callable[[Any], Tensor] | None = None, *, map_location: str | torch.device = "cpu"
-    ) -> Self:
+    def load(cls, path: Path, encoder: Network | None = None, *, map_location: str | torch.device = "cpu") -> Self:
         """Read what :meth:`save` wrote; nothing in the file is executed."""
         return cls.from_state(read_state(path, map_location), encoder)
 

@@ -345,7 +345,6 @@ def test_two_detectors_may_share_the_collected_scores():
         (lambda z: Calibrated(RMD), TypeError, "Make one"),
         (lambda z: Calibrated(Calibrated(RMD())), TypeError, "calibrated yet"),
         (lambda z: Calibrated(RMD(), 5), ValueError, "alpha"),
-        (lambda z: Calibrated(MaxSoftmax(None)).calibrate([]), ValueError, "no ID sample"),
         (
             lambda z: Calibrated(MaxSoftmax(None)).calibrate_logits(z, torch.full((300,), -1)),
             ValueError,

