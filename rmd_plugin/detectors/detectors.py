@@ -366,15 +366,11 @@ class StatefulDetector(DeclaredOptions):
         metric, names = self.new_moments(num_features=self.num_features, sync_on_compute=False), self._class_names
         metric.update(z, y)
         if bool(metric.counts.any()):
-            corpus = {"background": (self._state["shift"], self._state["background"])} if self._has_corpus else {}
-            self.fit_moments(combine(self._moments, metric.compute()), **corpus)
+            corpus = (self._state["shift"], self._state["background"]) if "background" in self._state else None
+            background = {} if corpus is None else {"background": corpus}
+            self.fit_moments(combine(self._moments, metric.compute()), **background)
             self._class_names = names
         return self
-
-    @property
-    def _has_corpus(self) -> bool:
-        """Whether MD_0 is that of another corpus."""
-        return "background" in self._state
 
     # -- scoring --------------------------------------------------------------------------------------------------
 
@@ -455,7 +451,7 @@ class StatefulDetector(DeclaredOptions):
         with torch.no_grad():
             scores = torch.cat([score(self._modules[dtype], part) for part in z.split(rows)])
         # MD_0 of a corpus that lies far away has more digits than float32
-        wide = z.dtype == torch.float64 or self._has_corpus
+        wide = z.dtype == torch.float64 or "background" in self._state
         return scores.to(torch.float64 if wide else torch.float32)
 
     def _score_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -542,7 +538,8 @@ class StatefulDetector(DeclaredOptions):
         return gaussian.shrunk_covariance(moments, self.intensity)
 
     def _sigma_0(self, moments: Moments) -> Tensor:
-        return self._state["background"] if self._has_corpus else self._sigma(moments) + moments.between_covariance
+        corpus = self._state.get("background")
+        return self._sigma(moments) + moments.between_covariance if corpus is None else corpus
 
     def _attribute(self, name: str, compute: Callable[[Moments], Tensor]) -> Tensor | None:
         if not self.fitted:
