@@ -35,18 +35,7 @@ from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from rmd_plugin.detectors.detectors import STATE_FORMAT, StatefulDetector, as_pair, check_state, evaluating, to_device
-from rmd_plugin.detectors.moments import (
-    Gather,
-    NumericalWarning,
-    Path,
-    check_features,
-    check_labels,
-    listed,
-    pool_features,
-    read_state,
-    warn,
-    write_state,
-)
+from rmd_plugin.detectors.moments import Gather, Path, check_features, check_labels, read_state, warn, write_state
 from rmd_plugin.detectors.snapshot import NETWORKS, build_detector, give_encoder, restore_snapshot, take_snapshot
 
 if TYPE_CHECKING:
@@ -577,7 +566,7 @@ class Calibrated(Detector):
         if not batches:
             raise ValueError("the loader is empty: there is nothing to fit.")
         z, y = (torch.cat(column) for column in zip(*batches, strict=True))
-        return self.fit_calibrate_features(pool_features(z), y, folds=folds, seed=seed)
+        return self.fit_calibrate_features(z, y, folds=folds, seed=seed)
 
     def fit_calibrate_features(self, z: Tensor, y: Tensor, *, folds: int = 10, seed: int = 0) -> Self:
         """Fit and calibrate on the same features (N, D) and labels (N,), without held-out data.
@@ -607,7 +596,7 @@ class Calibrated(Detector):
         self.detector.fit_features(z, y)
         fold_of = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed)).to(z.device) % folds
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NumericalWarning)  # the fit on all samples has warned
+            warnings.simplefilter("ignore")  # the fit on all samples has warned
             detectors = list(_fit_without_folds(unfitted, z, y, fold_of))
         left_out = z.new_zeros(len(z), dtype=torch.float64)
         for fold, detector in enumerate(detectors):
@@ -667,7 +656,7 @@ class Calibrated(Detector):
         few = self.calibration.pooled.nonzero().flatten().tolist()
         if self.per_class and few:
             enough = f"the {smallest} samples that alpha={self.alpha:g} needs"
-            warn(f"{len(few)} classes have fewer than {enough}, and are compared with all samples: {listed(few)}.")
+            warn(f"{len(few)} classes have fewer than {enough}, and are compared with all samples: {few[:8]}.")
         return self
 
     # -- decisions ----------------------------------------------------------------------------------------------------

@@ -14,34 +14,19 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
-from typing import Any, ClassVar, Literal, NoReturn, Self, cast, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, cast, dataclass_transform
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from pytorch_ood.api import (
-    Detector,
-    DetectorInfo,
-    FeaturesDetector,
-    ModelNotSetException,
-    Paper,
-    RequiresFittingException,
-    Task,
-)
+from pytorch_ood.api import DetectorInfo, FeaturesDetector, ModelNotSetException, Paper, RequiresFittingException, Task
 from torch import Tensor, nn
 
 from rmd_plugin.detectors import gaussian
 from rmd_plugin.detectors.gaussian import MAX_FLOAT32_AMPLIFICATION, QuadraticScore, Shrinkage
-from rmd_plugin.detectors.moments import (
-    ClassMoments,
-    Moments,
-    Path,
-    check_features,
-    listed,
-    pool_features,
-    read_state,
-    warn,
-    write_state,
-)
+from rmd_plugin.detectors.moments import ClassMoments, Moments, Path, check_features, read_state, warn, write_state
+
+if TYPE_CHECKING:
+    from rmd_plugin.detectors.conformal import Calibrated
 
 Encoder = Callable[[Any], Tensor]
 
@@ -145,15 +130,11 @@ class StatefulDetector(DeclaredOptions):
             diagonal: O(D) memory and no matrix product in the fit, for very wide features.
         keep_moments: save the moments too, so that a loaded detector has :meth:`update`, :meth:`forget` and
             :meth:`add_class`: a file of K x D + D x D further numbers. Scoring does not use them.
-
-    Attributes:
-        interrupted: whether Ctrl-C cut the last fit short. The detector has what was learned until then.
     """
 
     requires_fit = True
     from_moments: ClassVar[bool] = True  #: whether moments are all that a fit needs
     _kind: ClassVar[type[Moments]] = Moments  #: of these moments
-    interrupted = False
     hyperparameter_space = {"shrinkage": [0.0, 0.01, 0.1, 0.5], "normalize": [False, True]}  # noqa: RUF012
     _chunk_rows: ClassVar[int] = 0  #: samples that are scored at a time; 0: as many as fit into the caches
     _needs_many_samples = False  #: whether scores suffer from N < 5 D without shrinkage
@@ -263,7 +244,7 @@ class StatefulDetector(DeclaredOptions):
         if moments.normalized != self.normalize:
             raise ValueError(f"the moments have normalize={moments.normalized}. Collect them with new_moments().")
         if missing := (moments.counts == 0).nonzero().flatten().tolist():
-            warn(f"{len(missing)} classes have no sample and are never nearest: {listed(missing)}.")
+            warn(f"{len(missing)} classes have no sample and are never nearest: {missing[:8]}.")
         if self.covariance == "diagonal":
             return moments.to_diagonal()
         if moments.diagonal:
@@ -277,7 +258,7 @@ class StatefulDetector(DeclaredOptions):
         with evaluating(self.encoder):
             for x, y in map(as_pair, loader):
                 with torch.no_grad():  # not around the yield: the caller's gradients are the caller's
-                    z = pool_features(check_features(self.encoder(to_device(x, self.device))).detach())
+                    z = self.encoder(to_device(x, self.device))
                 yield z, torch.as_tensor(y)
 
     def _collect(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Moments:
@@ -620,7 +601,7 @@ class StatefulDetector(DeclaredOptions):
             return self._build_module(dtype or self._score_dtype(torch.float32)).requires_grad_(False).eval()
 
 
-def load_detector(state: dict[str, Any] | Path, encoder: Encoder | None = None) -> Detector:
+def load_detector(state: dict[str, Any] | Path, encoder: Encoder | None = None) -> StatefulDetector | Calibrated:
     """Make a fitted detector from a saved file or a ``state_dict``, whichever of ours it belongs to.
 
     Args:
@@ -639,14 +620,14 @@ def load_detector(state: dict[str, Any] | Path, encoder: Encoder | None = None) 
     content = state if isinstance(state, dict) else read_state(state)
     name = check_state(content)["detector"]
     # only public names: the file must not choose what else is run
-    kind = getattr(rmd_plugin, name) if name in rmd_plugin.__all__ else None
-    if not isinstance(kind, type) or not issubclass(kind, Detector):
+    kind: Any = getattr(rmd_plugin, name) if name in rmd_plugin.__all__ else None
+    if not hasattr(kind, "from_state"):
         raise ValueError(f"{name} is no detector of rmd_plugin. Load it with the class that it belongs to.")
-    detector: Detector = kind.from_state(content, encoder)  # type: ignore[attr-defined]
+    detector: StatefulDetector | Calibrated = kind.from_state(content, encoder)
     return detector
 
 
-def check_state(state: Any, kind: type[Detector] | None = None) -> dict[str, Any]:
+def check_state(state: Any, kind: type | None = None) -> dict[str, Any]:
     """The state of a detector, if it is one of this format, and of the class ``kind``."""
     if not isinstance(state, dict) or not {"format", "detector", "options", "tensors"} <= state.keys():
         raise ValueError("this is not the state of a detector. Expected what state_dict() or save() gave.")
@@ -655,12 +636,6 @@ def check_state(state: Any, kind: type[Detector] | None = None) -> dict[str, Any
     if kind is not None and state["detector"] != kind.__name__:
         raise ValueError(f"the state belongs to {state['detector']}, expected {kind.__name__}.")
     return state
-
-
-def raise_if_interrupted(detector: object) -> None:
-    """Raise the ``KeyboardInterrupt`` that a fit took as a wish to end early, for callers that end with it."""
-    if getattr(detector, "interrupted", False):
-        raise KeyboardInterrupt
 
 
 def _inverse(covariance: Tensor) -> Tensor:

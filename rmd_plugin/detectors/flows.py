@@ -17,7 +17,6 @@ batches, optimiser state and early stopping, so the result is that of training t
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -32,7 +31,7 @@ from tqdm.auto import tqdm
 from rmd_plugin.detectors import gaussian
 from rmd_plugin.detectors.detectors import RMD_INFO, StatefulDetector
 from rmd_plugin.detectors.gaussian import Shrinkage, full_precision
-from rmd_plugin.detectors.moments import Moments, check_features, listed, pool_features, unit_length, warn
+from rmd_plugin.detectors.moments import Moments, check_features, pool_features, unit_length, warn
 
 if TYPE_CHECKING:
     from nflows.flows import Flow
@@ -215,7 +214,6 @@ class FlowFit:
     start_loss: Tensor  #: shape (S,); NaN where the flow was not trained
     loss: Tensor  #: of these parameters, shape (S,)
     diverged: int = 0  #: flows that ran into NaN or infinity and are back at their best
-    interrupted: bool = False  #: by Ctrl-C
 
     def tensors(self, role: Role) -> dict[str, Tensor]:
         """The part of a detector's state that it makes up."""
@@ -229,8 +227,7 @@ def train_flows(
 ) -> FlowFit:
     """Train ``count`` flows, each on its own samples, from the identity; those of few samples are left there.
 
-    Works inside ``no_grad`` and ``inference_mode``; the global random state is left as it was. Ctrl-C ends the
-    training, and every flow keeps the best parameters it has had so far.
+    Works inside ``no_grad`` and ``inference_mode``; the global random state is left as it was.
 
     Args:
         spec: shape of the flows.
@@ -254,17 +251,12 @@ def train_flows(
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(samples.device.type, enabled=False):
         samples = samples.clone() if samples.is_inference() else samples.detach()  # for autograd
         contexts = None if contexts is None else contexts.to(samples.device)
-        try:
-            for steps, members in equal.items():
-                for start in range(0, len(members), options.class_chunk):
-                    numbers, splits = zip(*members[start : start + options.class_chunk], strict=True)
-                    _Stack(spec, samples, contexts, options, fit, steps, torch.tensor(numbers), splits).train()
-        except KeyboardInterrupt:
-            fit.interrupted = True
+        for steps, members in equal.items():
+            for start in range(0, len(members), options.class_chunk):
+                numbers, splits = zip(*members[start : start + options.class_chunk], strict=True)
+                _Stack(spec, samples, contexts, options, fit, steps, torch.tensor(numbers), splits).train()
     if fit.diverged:
         warn(f"{fit.diverged} of {count} flows ran into NaN: try a learning rate below {options.lr:g}.")
-    if fit.interrupted:
-        warnings.warn("the training was interrupted: flows have their best parameters so far.", stacklevel=5)
     return fit
 
 
@@ -484,7 +476,7 @@ class FlowScore(nn.Module):
     def class_scores(self, z: Tensor) -> Tensor:
         """Score of every class, shape (B, K): -log p_k, or log p_0 - log p_k."""
         u = self.whiten(z)
-        dtype = self.class_bank.centers.dtype
+        dtype = self.class_bank.points.dtype
         with full_precision(z):
             scores: Tensor = -self.class_bank(u.to(dtype))
             if self.relative:
@@ -505,7 +497,7 @@ class FlowBank(nn.Module):
     Args:
         spec: shape of the flows.
         params: stacked parameters of K flows, or of one flow with K contexts.
-        centers: class k's flow acts on ``u - centers[k]``, shape (K, D).
+        points: class k's flow acts on ``u - points[k]``, shape (K, D).
         plain: classes whose density is the standard normal instead of a flow, shape (K,), or None for no such class.
         gain: by how much, at most, a flow's log-density is above that of the standard normal, shape (K,) or (1,); None
             for no limit.
@@ -515,7 +507,7 @@ class FlowBank(nn.Module):
         self,
         spec: FlowSpec,
         params: Parameters,
-        centers: Tensor,
+        points: Tensor,
         plain: Tensor | None = None,
         gain: Tensor | None = None,
     ) -> None:
@@ -524,21 +516,21 @@ class FlowBank(nn.Module):
         self.names = {name: name.replace(".", "_") for name in params}  # the name of a buffer has no dots
         for name, value in params.items():
             self.register_buffer(self.names[name], value)
-        self.centers = nn.Buffer(centers.to(next(iter(params.values())).dtype))
+        self.points = nn.Buffer(points.to(next(iter(params.values())).dtype))
         self.plain = nn.Buffer(plain) if plain is not None and bool(plain.any()) else None
-        self.gain = None if gain is None else nn.Buffer(gain.to(self.centers).expand(len(centers)).contiguous())
+        self.gain = None if gain is None else nn.Buffer(gain.to(self.points).expand(len(points)).contiguous())
         self.chunk = max(1, _PASS_NUMBERS // (_PASS_SAMPLES * spec.features * 2))
 
     def forward(self, u: Tensor) -> Tensor:
         """Log-density of every class, shape (B, K), at whitened features of shape (B, D)."""
-        starts = range(0, len(self.centers), self.chunk)
+        starts = range(0, len(self.points), self.chunk)
         return torch.cat([self._log_prob(u.t(), slice(start, start + self.chunk)) for start in starts]).t()
 
     def _log_prob(self, u: Tensor, part: slice) -> Tensor:
         """Log-density of some classes, shape (k, B), at samples of shape (D, B)."""
         params = {name: getattr(self, place) for name, place in self.names.items()}
         params = {name: value if len(value) == 1 else value[part] for name, value in params.items()}
-        x = u - self.centers[part].unsqueeze(-1)
+        x = u - self.points[part].unsqueeze(-1)
         log_prob, normal = stacked_log_prob(self.spec, params, x), _normal_log_prob(x)
         if self.gain is not None:
             log_prob = torch.minimum(log_prob, normal + self.gain[part].unsqueeze(-1))
@@ -553,9 +545,8 @@ class FlowBank(nn.Module):
 class FlowDetector(StatefulDetector):
     """Base class of the detectors that are made of flows.
 
-    Features are kept in memory while the flows are trained (in their own dtype, plus one or two float32 copies). Ctrl-C
-    ends the training with a warning; the detector then scores with the best flows it has had so far. They are trained
-    on the device of the detector (``.to(device)``), else of the encoder or the features.
+    Features are kept in memory while the flows are trained (in their own dtype, plus one or two float32 copies). They
+    are trained on the device of the detector (``.to(device)``), else of the encoder or the features.
 
     Args:
         encoder: maps inputs to features of shape (B, D), or to maps (B, C, H, W), which are averaged over space. May be
@@ -647,7 +638,7 @@ class FlowDetector(StatefulDetector):
         labels, points = state["classes"].cpu(), state["points"]
         index = torch.searchsorted(labels, y)
         counts = torch.bincount(index, minlength=len(labels))
-        device, self.interrupted = z.device if self.device is None else self.device, False
+        device = z.device if self.device is None else self.device
         own = torch.empty(len(z), points.shape[1], dtype=torch.float32, device=device)
         everywhere = torch.empty_like(own if self.background == "flow" else own[:0])
         for start in range(0, len(z), _CHUNK_ROWS):
@@ -658,7 +649,7 @@ class FlowDetector(StatefulDetector):
                 everywhere[part] = (u @ state["background_projection"]).to(own)
         plain = counts < MIN_SAMPLES
         if few := labels[plain].tolist():
-            warn(f"classes of fewer than {MIN_SAMPLES} samples keep their Gaussian: {listed(few)}.")
+            warn(f"classes of fewer than {MIN_SAMPLES} samples keep their Gaussian: {few[:8]}.")
         spec = _spec(self.options, points.shape[1])
         if self.sharing == "conditional":
             # a class with a handful of samples must not bend the shared flow
@@ -667,18 +658,14 @@ class FlowDetector(StatefulDetector):
         else:
             fit = train_flows(spec, own, index, len(labels), self)
         state |= {"counts": counts, "plain": plain, **fit.tensors("class")}
-        self.interrupted = fit.interrupted
         if self.background == "flow":
-            fit = self._train_shared(spec, everywhere)
-            state |= fit.tensors("background")
-            self.interrupted |= fit.interrupted
+            state |= self._train_shared(spec, everywhere).tensors("background")
         return {name: tensor.to(device) for name, tensor in state.items()}
 
     def _train_shared(self, spec: FlowSpec, x: Tensor, contexts: Tensor | None = None) -> FlowFit:
         """Train one flow on the samples of all classes, in larger batches: thousands of small steps take longer."""
         options = copy(self)
         options.batch_size = min(max(self.batch_size, len(x) // 200), 4 * self.batch_size)
-        options.max_epochs = 0 if self.interrupted else self.max_epochs
         return train_flows(spec, x, torch.zeros(len(x), dtype=torch.long), 1, options, contexts)
 
     # -- scoring --------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from rmd_plugin.detectors import gaussian
 from rmd_plugin.detectors.detectors import RMD_INFO, StatefulDetector
 from rmd_plugin.detectors.gaussian import Coordinates, Shrinkage, buffer, full_precision
-from rmd_plugin.detectors.moments import CHUNK_ROWS, ClassMoments, Gather, Moments, listed, warn, widened
+from rmd_plugin.detectors.moments import CHUNK_ROWS, ClassMoments, Gather, Moments, warn, widened
 
 #: samples that are drawn for the standardisation
 SAMPLE_SIZE = 10_000
@@ -362,7 +362,7 @@ def _standardisation(moments: SampledMoments, parameters: dict[str, Tensor], shr
     counts, several = moments.counts, moments.counts[moments.labels] > 1
     single = (counts == 1).nonzero().flatten().tolist()
     if single:
-        warn(f"{len(single)} classes have one sample and are left out of the standardisation: {listed(single)}.")
+        warn(f"{len(single)} classes have one sample and are left out of the standardisation: {single[:8]}.")
     rows, labels = moments.rows[several], moments.labels[several]
     if len(rows) < 2:
         raise ValueError("FusedRMD needs classes of two samples or more. Use RMD(shrinkage='oas').")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from types import SimpleNamespace
@@ -46,12 +46,6 @@ class NumericalWarning(UserWarning):
 def warn(message: str) -> None:
     """Warn of a numerical fallback."""
     warnings.warn(message, NumericalWarning, stacklevel=5)
-
-
-def listed(names: Iterable[object]) -> str:
-    """Names for a message, the first eight of them."""
-    names = list(names)
-    return ", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")
 
 
 # -- features and labels --------------------------------------------------------------------------------------------

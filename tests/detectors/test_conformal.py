@@ -313,7 +313,7 @@ def test_each_class_has_its_own_threshold_and_small_ones_share_that_of_all():
     z[y == 1] += 0.4 * torch.randn(100, 12).double() * z.std()  # a class with larger scores
     few = (y != 4) | (torch.arange(len(y)) < 50)
     detector = Calibrated(Mahalanobis(), per_class=True).fit_features(z, y)
-    with pytest.warns(NumericalWarning, match=": 4"):
+    with pytest.warns(NumericalWarning, match=": .4"):
         detector.calibrate_features(z[few])
     nearest, scores, flags = detector.nearest_class(z), detector.predict_features(z), detector.is_ood_features(z)
     assert torch.equal(flags, detector.p_value_features(z) <= 0.05)

@@ -300,7 +300,7 @@ def test_a_tiny_class_falls_back_to_its_gaussian_and_is_told(sharing, blobs):
     z, y, x = blobs
     rows = torch.cat([(y != 2).nonzero().flatten(), (y == 2).nonzero().flatten()[:7]])
     options = QUICK | {"sharing": sharing}
-    with pytest.warns(NumericalWarning, match="fewer than 8 samples.*: 2"):
+    with pytest.warns(NumericalWarning, match="fewer than 8 samples.*: .2"):
         detector = FlowLikelihood(**options).fit_features(z[rows], y[rows])
     with pytest.warns(NumericalWarning, match="fewer than 8 samples"):
         start = FlowLikelihood(**(options | {"max_epochs": 0})).fit_features(z[rows], y[rows])
@@ -311,7 +311,7 @@ def test_a_tiny_class_falls_back_to_its_gaussian_and_is_told(sharing, blobs):
 
 def test_a_class_without_a_sample_has_no_flow(blobs):
     z, y, _ = blobs
-    with pytest.warns(NumericalWarning, match="never nearest: 2, 5"):
+    with pytest.warns(NumericalWarning, match="never nearest: .2, 5"):
         detector = RelativeFlow(**QUICK).fit_features(z, torch.tensor([0, 1, 3, 4, 6])[y])
     detector.class_flow(6)
     with pytest.raises(ValueError, match="class 2"):
@@ -325,32 +325,6 @@ def test_divergence_goes_back_to_the_gaussian_with_a_warning(blobs):
         diverged = FlowLikelihood(**options).fit_features(z, y)
     start = FlowLikelihood(**(options | {"max_epochs": 0})).fit_features(z, y)
     torch.testing.assert_close(diverged.predict_features(x), start.predict_features(x))
-
-
-@pytest.mark.parametrize("when", [1, 9])
-def test_an_interrupt_leaves_a_detector_that_scores(when, blobs, monkeypatch):
-    z, y, x = blobs
-    step, calls = torch.optim.AdamW.step, []
-
-    def interrupted(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == when:
-            raise KeyboardInterrupt
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
-    with pytest.warns(UserWarning, match="interrupted"):
-        detector = RelativeFlow(**(QUICK | PAPER | {"max_epochs": 50})).fit_features(z, y)
-    assert detector.interrupted
-    scores = detector.predict_features(x)
-    assert bool(scores.isfinite().all())
-    last = detector.training_report()[-1]
-    assert (last["flow"], last["epoch"]) == ("background", 0)  # its turn did not come
-    if when == 1:
-        start = RelativeFlow(**(QUICK | PAPER | {"max_epochs": 0})).fit_features(z, y)
-        assert torch.equal(scores, start.predict_features(x))
-    monkeypatch.undo()
-    assert not detector.fit_features(z, y).interrupted
 
 
 @pytest.mark.parametrize(
