@@ -377,20 +377,25 @@ def fit_start(moments: Moments, shrinkage: Shrinkage, space: Space) -> dict[str,
     In the coordinates ``v = u @ background_projection`` all classes together have unit covariance. The log-volumes are
     what the two maps add to a log-density.
     """
-    state = _discriminant(moments, shrinkage) if space == "discriminant" else _features(moments, shrinkage)
-    points = state["points"]
+    projection = _discriminant(moments, shrinkage) if space == "discriminant" else None
+    projection = _features(moments, shrinkage) if projection is None else projection
+    points = gaussian.class_offsets(moments) @ projection
     covariance = points.T @ (gaussian.class_shares(moments)[:, None] * points)
     covariance.diagonal().add_(1.0)
     factor = torch.linalg.cholesky(covariance)
     inverse = torch.linalg.solve_triangular(factor, torch.eye(len(factor)).to(factor), upper=False)
-    return state | {
-        "log_volume": torch.linalg.qr(state["projection"])[1].diagonal().abs().log().sum(),
+    return {
+        "shift": moments.background_mean,
+        "projection": projection.contiguous(),
+        "points": points,
+        "classes": moments.counts.nonzero().flatten(),
+        "log_volume": torch.linalg.qr(projection)[1].diagonal().abs().log().sum(),
         "background_projection": inverse.T.contiguous(),
         "background_log_volume": -factor.diagonal().log().sum(),
     }
 
 
-def _features(moments: Moments, shrinkage: Shrinkage) -> dict[str, Tensor]:
+def _features(moments: Moments, shrinkage: Shrinkage) -> Tensor:
     """All directions, turned so that the i-th coordinate depends on the first i features only (dead ones left out).
 
     The order in which an autoregressive flow goes through the coordinates is then the order of the features, and
@@ -398,36 +403,25 @@ def _features(moments: Moments, shrinkage: Shrinkage) -> dict[str, Tensor]:
     """
     whitening = gaussian.whiten(gaussian.shrunk_covariance(moments, shrinkage), moments)
     if whitening.scale is not None:
-        projection = whitening.directions(torch.eye(moments.num_features).to(whitening.scale))
-    else:
-        projection = whitening.matrix
-        alive = projection.abs().amax(1) > 0
-        # RQ decomposition: rows and columns in reverse turn the lower triangle of QR into an upper one
-        projection = projection @ torch.linalg.qr(projection[alive].flip(0).T)[0].flip(1)
-        # QR leaves the signs open: the last feature of a coordinate counts upwards
-        last = projection[alive][-projection.shape[1] :].diagonal()
-        projection = projection * torch.where(last < 0, -1.0, 1.0)
-    return {
-        "shift": moments.background_mean,
-        "projection": projection.contiguous(),
-        "points": gaussian.class_offsets(moments) @ projection,
-        "classes": moments.counts.nonzero().flatten(),
-    }
+        return whitening.directions(torch.eye(moments.num_features).to(whitening.scale))
+    alive = whitening.matrix.abs().amax(1) > 0
+    # RQ decomposition: rows and columns in reverse turn the lower triangle of QR into an upper one
+    projection = whitening.matrix @ torch.linalg.qr(whitening.matrix[alive].flip(0).T)[0].flip(1)
+    # QR leaves the signs open: the last feature of a coordinate counts upwards
+    last = projection[alive][-projection.shape[1] :].diagonal()
+    return projection * torch.where(last < 0, -1.0, 1.0)
 
 
-def _discriminant(moments: Moments, shrinkage: Shrinkage) -> dict[str, Tensor]:
+def _discriminant(moments: Moments, shrinkage: Shrinkage) -> Tensor | None:
     """Those in which the class means differ, at most K - 1: RMD's, by descending between-class variance."""
     several = int((moments.counts > 0).sum()) > 1
-    state = gaussian.fit_relative(moments, shrinkage) if several else {}
-    if not several or not len(state["weights"]):
+    projection = gaussian.fit_relative(moments, shrinkage)["projection"] if several else moments.second[:, :0]
+    if not projection.shape[1]:
         warn("the class means do not differ, so there is no discriminant space: that of the features is taken.")
-        return _features(moments, shrinkage)
-    projection = state["projection"]
+        return None
     # SVD leaves the signs open: the feature of the largest coefficient counts upwards
     largest = projection.gather(0, projection.abs().argmax(0, keepdim=True))
-    sign = torch.where(largest < 0, -1.0, 1.0)
-    moved = {"projection": projection * sign, "points": state["points"] * sign}
-    return moved | {name: state[name] for name in ("shift", "classes")}
+    return projection * torch.where(largest < 0, -1.0, 1.0)
 
 
 def project(z: Tensor, shift: Tensor, projection: Tensor, normalize: bool) -> Tensor:
