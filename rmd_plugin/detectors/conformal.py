@@ -160,7 +160,7 @@ class Calibration(nn.Module):
         ordered, order = scores.double().sort()
         self.classes = None if classes is None else nn.Buffer(classes[order])
         self.folds = None if folds is None else nn.Buffer(folds[order])
-        groups = self.classes if self.folds is None else self.folds
+        groups: Tensor | None = self.classes if self.folds is None else self.folds
         if groups is None:
             groups, num_classes, smallest_class = torch.zeros_like(order), 1, self.size + 1
         own = torch.bincount(groups, minlength=num_classes)
@@ -500,8 +500,7 @@ class Calibrated(Detector):
 
     def __init__(self, detector: Detector, alpha: float = 0.05, *, per_class: bool = False) -> None:
         if not isinstance(detector, Detector) or isinstance(detector, Calibrated):
-            remedy = f" Make one: {detector.__name__}(...)." if isinstance(detector, type) else ""
-            raise TypeError(f"expected a pytorch_ood detector that is not calibrated yet, got {detector!r}.{remedy}")
+            raise TypeError(f"expected an instance of a detector that is not calibrated yet, got {detector!r}.")
         check_level("alpha", alpha)
         self.detector = detector
         self.alpha, self.per_class = float(alpha), per_class

@@ -442,8 +442,7 @@ class StatefulDetector(DeclaredOptions):
 
     def _require_fit(self) -> None:
         if not self._state:
-            name = type(self).__name__
-            raise RequiresFittingException(f"{name} is not fitted. Call fit, fit_features, or load a fitted one.")
+            raise RequiresFittingException(f"{type(self).__name__} is not fitted. Call fit or fit_features, or load.")
 
     def _require_classes(self) -> Tensor:
         self._require_fit()
@@ -475,10 +474,7 @@ class StatefulDetector(DeclaredOptions):
         return float(self._state["intensity"])
 
     def _uncalibrated(self) -> NoReturn:
-        raise AttributeError(
-            f"{type(self).__name__} gives scores; decisions need a calibration. Wrap the detector: "
-            "Calibrated(detector).calibrate(held_out_loader), or .calibrate_features(z)."
-        )
+        raise AttributeError("decisions need a calibration: Calibrated(detector).calibrate(held_out_loader).")
 
     is_ood = p_value = select = threshold = calibrate = property(_uncalibrated)
     is_ood_features = p_value_features = select_features = calibrate_features = property(_uncalibrated)

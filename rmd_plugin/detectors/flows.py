@@ -406,7 +406,7 @@ def _features(moments: Moments, shrinkage: Shrinkage) -> Tensor:
         return whitening.directions(torch.eye(moments.num_features).to(whitening.scale))
     alive = whitening.matrix.abs().amax(1) > 0
     # RQ decomposition: rows and columns in reverse turn the lower triangle of QR into an upper one
-    projection = whitening.matrix @ torch.linalg.qr(whitening.matrix[alive].flip(0).T)[0].flip(1)
+    projection: Tensor = whitening.matrix @ torch.linalg.qr(whitening.matrix[alive].flip(0).T)[0].flip(1)
     # QR leaves the signs open: the last feature of a coordinate counts upwards
     last = projection[alive][-projection.shape[1] :].diagonal()
     return projection * torch.where(last < 0, -1.0, 1.0)

@@ -342,7 +342,7 @@ def test_two_detectors_may_share_the_collected_scores():
 @pytest.mark.parametrize(
     ("use", "error", "key"),
     [
-        (lambda z: Calibrated(RMD), TypeError, "Make one"),
+        (lambda z: Calibrated(RMD), TypeError, "instance"),
         (lambda z: Calibrated(Calibrated(RMD())), TypeError, "calibrated yet"),
         (lambda z: Calibrated(RMD(), 5), ValueError, "alpha"),
         (
