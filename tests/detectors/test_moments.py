@@ -93,12 +93,6 @@ def test_any_split_in_any_order_adds_up_and_can_be_taken_away(cuts, seed, offset
         assert_same(whole - sum(rest), first.with_classes(5), rtol=1e-7, atol=1e-8)
 
 
-def test_a_difference_is_the_textbook_of_what_remains(blobs):
-    z, y, _ = blobs
-    left = collect(z, y, batch=17) - collect(z[3:200], y[3:200], batch=50)
-    assert_textbook(left, torch.cat([z[:3], z[200:]]), torch.cat([y[:3], y[200:]]))
-
-
 def test_a_difference_that_cannot_be_is_refused_and_a_small_rest_is_told(blobs):
     z, y, _ = blobs
     with pytest.raises(ValueError, match="class 2"):
@@ -149,8 +143,6 @@ def test_a_batch_with_bad_values_is_refused_whole(blobs, bad):
 @pytest.mark.parametrize(
     ("features", "labels", "error", "key"),
     [
-        (torch.zeros(4, 3), torch.full((4,), 0.5), TypeError, "integers"),
-        (torch.zeros(4, 3), torch.zeros(4, 1).long(), ValueError, "one per sample"),
         (torch.zeros(4, 3), torch.tensor([0, 1, 2, 7]), ValueError, "below 5"),
         (torch.zeros(4, 2), torch.zeros(4).long(), ValueError, "layer"),
         (torch.zeros(4, 3, 3, 8), torch.zeros(4).long(), ValueError, "permute"),
