@@ -502,15 +502,10 @@ class Calibrated(Detector):
         if not isinstance(detector, Detector) or isinstance(detector, Calibrated):
             raise TypeError(f"expected an instance of a detector that is not calibrated yet, got {detector!r}.")
         check_level("alpha", alpha)
-        self.detector = detector
+        self.detector, self.requires_fit = detector, detector.requires_fit
         self.alpha, self.per_class = float(alpha), per_class
         self.calibration: Calibration | None = None
         self.fold_detectors: list[Detector] = []
-
-    @property
-    def requires_fit(self) -> bool:  # type: ignore[override]
-        """Whether the wrapped detector has to be fitted."""
-        return self.detector.requires_fit
 
     @property
     def device(self) -> torch.device | None:

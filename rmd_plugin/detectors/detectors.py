@@ -130,6 +130,9 @@ class StatefulDetector(DeclaredOptions):
             diagonal: O(D) memory and no matrix product in the fit, for very wide features.
         keep_moments: save the moments too, so that a loaded detector has :meth:`update`, :meth:`forget` and
             :meth:`add_class`: a file of K x D + D x D further numbers. Scoring does not use them.
+
+    Attributes:
+        moments: of all samples of the fit; None before it, or if a file did not keep them.
     """
 
     requires_fit = True
@@ -157,7 +160,7 @@ class StatefulDetector(DeclaredOptions):
             raise ValueError(f"shrinkage={shrinkage!r} needs covariance='tied'. Give a number in [0, 1] instead.")
         self._state: dict[str, Tensor] = {}
         self._fitted_options: dict[str, Any] = {}  # later changes of options take effect with the next fit
-        self._moments: Moments | None = None
+        self.moments: Moments | None = None
         self._class_names: dict[int, str] = {}
         self._modules: dict[torch.dtype, nn.Module] = {}
 
@@ -277,15 +280,10 @@ class StatefulDetector(DeclaredOptions):
         device = self.device
         self._state = {name: tensor if device is None else tensor.to(device) for name, tensor in state.items()}
         self._fitted_options = self.options | {"num_classes": num_classes, "num_features": num_features}
-        self._moments, self._class_names = moments, {}
+        self.moments, self._class_names = moments, {}
         return self
 
     # -- after the fit ----------------------------------------------------------------------------------------------
-
-    @property
-    def moments(self) -> Moments | None:
-        """Moments of all samples of the fit; None before it, or if a file did not keep them."""
-        return self._moments
 
     @property
     def class_names(self) -> list[str]:
@@ -342,14 +340,14 @@ class StatefulDetector(DeclaredOptions):
         self._require_fit()
         if not self.from_moments:
             raise NotImplementedError(_NO_SAMPLES)
-        if not isinstance(self._moments, self._kind):
+        if not isinstance(self.moments, self._kind):
             raise ValueError("without its moments a detector cannot change. Fit it with keep_moments=True.")
         metric, names = self.new_moments(num_features=self.num_features, sync_on_compute=False), self._class_names
         metric.update(z, y)
         if bool(metric.counts.any()):
             corpus = (self._state["shift"], self._state["background"]) if "background" in self._state else None
             background = {} if corpus is None else {"background": corpus}
-            self.fit_moments(combine(self._moments, metric.compute()), **background)
+            self.fit_moments(combine(self.moments, metric.compute()), **background)
             self._class_names = names
         return self
 
@@ -521,10 +519,10 @@ class StatefulDetector(DeclaredOptions):
     def _attribute(self, name: str, compute: Callable[[Moments], Tensor]) -> Tensor | None:
         if not self.fitted:
             return None
-        if self._moments is None:
+        if self.moments is None:
             raise AttributeError(f"{type(self).__name__}.{name} needs the moments, which were not saved: keep_moments.")
         with torch.inference_mode(False), torch.no_grad():  # the framework differentiates through some of them
-            return compute(self._moments).to(self.device, torch.get_default_dtype())
+            return compute(self.moments).to(self.device, torch.get_default_dtype())
 
     # -- saving and export ----------------------------------------------------------------------------------------
 
@@ -536,7 +534,7 @@ class StatefulDetector(DeclaredOptions):
     def state_dict(self) -> dict[str, Any]:
         """What was fitted, as plain tensors and numbers, with ``keep_moments`` the moments too; not the encoder."""
         self._require_fit()
-        moments = self._moments.tensors() if self.keep_moments and self._moments is not None else {}
+        moments = self.moments.tensors() if self.keep_moments and self.moments is not None else {}
         tensors = self._state | {_MOMENTS + name: tensor for name, tensor in moments.items()}
         return {
             "format": STATE_FORMAT,

@@ -476,7 +476,7 @@ class FusedRMD(StatefulDetector):
         """Fit on moments with a sample, collected as :meth:`new_moments` does."""
         super().fit_moments(moments, **background)
         if isinstance(moments, SampledMoments) and not self.keep_moments:
-            self._moments = moments.plain()
+            self.moments = moments.plain()
         return self
 
     def load_state_dict(self, state: dict[str, Any]) -> Self:
