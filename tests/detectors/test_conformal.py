@@ -18,6 +18,7 @@ from rmd_plugin import (
     RMD,
     Calibrated,
     CalibrationScores,
+    FlowLikelihood,
     FusedRMD,
     MarginalMahalanobis,
     NumericalWarning,
@@ -342,7 +343,11 @@ def test_rows_with_nan_are_ood_with_the_smallest_p_value_for_every_detector(make
 # -- folds in place of held-out data ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [RMD, FusedRMD, lambda: KNN(None, k=3)], ids=["rmd", "fused", "knn"])
+def flow():
+    return FlowLikelihood(max_epochs=1, progress=False)
+
+
+@pytest.mark.parametrize("make", [RMD, FusedRMD, flow, lambda: KNN(None, k=3)], ids=["rmd", "fused", "flow", "knn"])
 def test_cross_calibrated_p_values_are_counted_by_the_detector_of_each_fold(make):
     z, y, x = make_blobs(per_class=30)
     keep = torch.arange(150) % 15 != 0
