@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin.detectors.conformal import bare
-from rmd_plugin.detectors.detectors import StatefulDetector, evaluating, raise_if_interrupted
+from rmd_plugin.detectors.detectors import StatefulDetector, evaluating
 
 #: a detector class, or a partial of one with its options
 Factory = Callable[..., Detector]
@@ -115,7 +115,7 @@ class Adapter:
     fit_split: str = "train"  #: the split that it is fitted on, ``train`` or, for calibration, ``val``
 
     def fit(self, data: Any) -> None:
-        """Fit the detector; Ctrl-C stays one, even if the detector takes it as a wish to end its fit early.
+        """Fit the detector.
 
         Args:
             data: for detectors on inputs a loader of pairs (x, y); for those on moments the moments; for these and all
@@ -135,7 +135,6 @@ class Adapter:
                 detector.fit(DataLoader(pairs, _HEAD_BATCH, generator=torch.Generator()))
             else:
                 getattr(detector, f"fit{_ENDINGS[self.fitted_on]}")(values, labels)
-        raise_if_interrupted(detector)
 
     def score(self, encoded: Encoded) -> Tensor:
         """OOD scores of an encoded batch, shape (B,); higher means more likely OOD."""

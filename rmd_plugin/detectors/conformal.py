@@ -34,32 +34,14 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from rmd_plugin.detectors.detectors import (
-    STATE_FORMAT,
-    Encoder,
-    StatefulDetector,
-    as_pair,
-    check_state,
-    evaluating,
-    to_device,
-)
-from rmd_plugin.detectors.moments import (
-    Gather,
-    NumericalWarning,
-    Path,
-    check_features,
-    check_labels,
-    listed,
-    pool_features,
-    read_state,
-    warn,
-    write_state,
-)
+from rmd_plugin.detectors.detectors import STATE_FORMAT, StatefulDetector, as_pair, check_state, evaluating, to_device
+from rmd_plugin.detectors.moments import Gather, Path, check_features, check_labels, read_state, warn, write_state
 from rmd_plugin.detectors.snapshot import NETWORKS, build_detector, give_encoder, restore_snapshot, take_snapshot
 
 if TYPE_CHECKING:
     from rmd_plugin.detectors.drift import DriftAlarm
 
+Network = Callable[[Any], Tensor]
 _Kind = Literal["inputs", "features", "logits"]
 #: what changes a fit as a whole or not at all
 _CHANGES = ("update", "forget", "add_class")
@@ -166,7 +148,7 @@ class Calibration(nn.Module):
         self,
         scores: Tensor,
         classes: Tensor | None = None,
-        num_classes: int | None = None,
+        num_classes: int = 0,
         *,
         smallest_class: int = 1,
         folds: Tensor | None = None,
@@ -178,25 +160,22 @@ class Calibration(nn.Module):
         ordered, order = scores.double().sort()
         self.classes = None if classes is None else nn.Buffer(classes[order])
         self.folds = None if folds is None else nn.Buffer(folds[order])
-        groups = self.classes if self.folds is None else self.folds
+        groups: Tensor | None = self.classes if self.folds is None else self.folds
         if groups is None:
-            self.table, self.starts = nn.Buffer(ordered), nn.Buffer(torch.zeros(1).to(order))
-            self.sizes = nn.Buffer(self.starts + self.size)
-            return
-        own = torch.bincount(groups, minlength=num_classes or 0)
-        pooled = own < smallest_class
-        self.table = nn.Buffer(torch.cat([ordered, ordered[groups.argsort(stable=True)]]))
-        self.starts = nn.Buffer(torch.where(pooled, 0, self.size + own.cumsum(0) - own))
-        self.sizes = nn.Buffer(torch.where(pooled, self.size, own))
-        self.class_sizes, self.pooled_classes = nn.Buffer(own), nn.Buffer(pooled)
+            groups, num_classes, smallest_class = torch.zeros_like(order), 1, self.size + 1
+        own = torch.bincount(groups, minlength=num_classes)
+        self.pooled = nn.Buffer(own < smallest_class)
+        apart = ordered[groups.argsort(stable=True)]
+        self.table = nn.Buffer(ordered if bool(self.pooled.all()) else torch.cat([ordered, apart]))
+        self.starts = nn.Buffer(torch.where(self.pooled, 0, self.size + own.cumsum(0) - own))
+        self.sizes = nn.Buffer(torch.where(self.pooled, self.size, own))
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], *, smallest_class: int = 1) -> Self:
         """Make one from :attr:`tensors`."""
-        sizes = tensors.get("class_sizes")
-        num_classes = None if sizes is None else len(sizes)
         if "folds" in tensors:
             return cls(tensors["scores"], folds=tensors["folds"])
+        num_classes = len(tensors.get("class_sizes", ()))
         return cls(tensors["scores"], tensors.get("classes"), num_classes, smallest_class=smallest_class)
 
     @property
@@ -206,7 +185,8 @@ class Calibration(nn.Module):
             return {"scores": self.scores, "folds": self.folds}
         if self.classes is None:
             return {"scores": self.scores}
-        return {"scores": self.scores, "classes": self.classes, "class_sizes": self.class_sizes}
+        sizes = torch.bincount(self.classes, minlength=len(self.sizes))
+        return {"scores": self.scores, "classes": self.classes, "class_sizes": sizes}
 
     @property
     def scores(self) -> Tensor:
@@ -222,9 +202,8 @@ class Calibration(nn.Module):
         return self.size
 
     def __repr__(self) -> str:
-        kind = "folds" if self.classes is None else "classes"
-        groups = f" of {len(self.sizes)} {kind}" if len(self.sizes) > 1 else ""
-        return f"<Calibration: {self.size} samples{groups}>"
+        kind = "classes" if self.folds is None else "folds"
+        return f"<Calibration: {self.size} samples{f' of {len(self.sizes)} {kind}' if len(self.sizes) > 1 else ''}>"
 
     def p_value(
         self, scores: Tensor, classes: Tensor | None = None, *, generator: torch.Generator | None = None
@@ -260,43 +239,41 @@ class Calibration(nn.Module):
         """
         if self.folds is not None:
             raise ValueError("each fold of a cross-calibration votes: there are p-values and decisions, no threshold.")
-        alarms = [self._alarms(size, label, alpha, confidence) for label, size in enumerate(self.sizes.tolist())]
-        thresholds = self.table[self.starts + self.sizes - torch.tensor(alarms).to(self.starts)]
+        thresholds = self.table[self.starts + self.sizes - self.alarms(alpha, confidence)]
         return float(thresholds) if self.classes is None else thresholds
 
-    def fold_alarms(self, alpha: float, confidence: float | None = None) -> int:
-        """With folds: a sample is OOD if fewer calibration samples than this reach its scores."""
-        if confidence is not None:
-            raise ValueError("a confidence needs held-out calibration samples: folds promise an average.")
-        return self._alarms(self.size, 0, alpha, None)
+    def alarms(self, alpha: float, confidence: float | None = None) -> Tensor:
+        """A sample is OOD if fewer calibration samples than this reach its score: shape (K,), or (1,) without classes.
 
-    def _alarms(self, size: int, label: int, alpha: float, confidence: float | None) -> int:
-        if alarms := allowed_alarms(size, alpha, confidence):
-            return alarms
-        of = "" if size == self.size else f" of class {label}"
-        asked = f"alpha={alpha:g}" + ("" if confidence is None else f" with confidence={confidence:g}")
-        needed = f"{asked} needs {required_samples(alpha, confidence)} calibration samples{of}, there are {size}"
-        raise ValueError(f"{needed}. Calibrate on more, or raise alpha.")
+        Raises:
+            ValueError: as for :meth:`threshold`. With folds and a confidence.
+        """
+        if self.folds is not None and confidence is not None:
+            raise ValueError("a confidence needs held-out calibration samples: folds promise an average.")
+        sizes = [self.size] if self.folds is not None else self.sizes.tolist()
+        alarms = [allowed_alarms(size, alpha, confidence) for size in sizes]
+        if 0 in alarms:
+            of_class = "" if len(alarms) == 1 else f" of class {alarms.index(0)}"
+            needed = f"{required_samples(alpha, confidence)} calibration samples{of_class}, there are {min(sizes)}"
+            raise ValueError(f"alpha={alpha:g} with confidence={confidence} needs {needed}.")
+        return torch.tensor(alarms).to(self.starts)
 
     def is_ood(
         self, scores: Tensor, classes: Tensor | None = None, *, alpha: float, confidence: float | None = None
     ) -> Tensor:
         """Which samples are OOD, shape (B,): those above the threshold, and NaN."""
+        wide, groups, alarms = self._wide(scores), self._groups(scores, classes), self.alarms(alpha, confidence)
         if self.folds is not None:
-            alarms = self.fold_alarms(alpha, confidence)
-            return (self.count(self._wide(scores))[0] < alarms).to(scores.device)
-        threshold, groups = self.threshold(alpha, confidence), self._groups(scores, classes)
-        if isinstance(threshold, Tensor):
-            threshold = threshold[groups]
-        return (~(self._wide(scores) <= threshold)).to(scores.device)
+            return (self.count(wide)[0] < alarms).to(scores.device)
+        thresholds = self.table[self.starts + self.sizes - alarms]
+        return (~(wide <= (thresholds if groups is None else thresholds[groups]))).to(scores.device)
 
     def count(self, scores: Tensor, groups: Tensor | None = None, *, right: bool = False) -> tuple[Tensor, Tensor]:
         """Calibration samples at or above (``right``: above) each score, and how many it was compared with.
 
         By bisection, because ONNX has no searchsorted. With folds, their counts are added up.
         """
-        groups = torch.zeros_like(self.starts[0]) if groups is None else groups
-        first, size = (x if self.folds is not None else x[groups] for x in (self.starts, self.sizes))
+        first, size = (x if groups is None else x[groups] for x in (self.starts, self.sizes))
         last = len(self.table) - 1
         below = torch.zeros_like(scores, dtype=torch.long)
         step = 2 ** self.size.bit_length() // 2
@@ -405,12 +382,10 @@ class CalibrationScores(ScoreMetric):
         """
         if scores.ndim != 1:
             raise ValueError(f"scores must have shape (B,), one per sample, got {tuple(scores.shape)}.")
-        bad = int(scores.isnan().sum())
-        if bad:
+        if bad := int(scores.isnan().sum()):
             raise ValueError(f"{bad} of {len(scores)} calibration scores are NaN. The batch was not added.")
         if (classes is None) != (self.num_classes is None) or (classes is not None and classes.shape != scores.shape):
-            shape = None if classes is None else tuple(classes.shape)
-            raise ValueError(f"num_classes={self.num_classes} and scores (B,) need classes likewise, got {shape}.")
+            raise ValueError("classes of shape (B,) belong to scores of shape (B,) and to num_classes.")
         self.append(scores=scores, classes=torch.zeros_like(scores) if classes is None else classes)
 
     def compute(self) -> Calibration:
@@ -420,7 +395,7 @@ class CalibrationScores(ScoreMetric):
             ValueError: if there is none.
         """
         scores, classes = self.collected()
-        return Calibration(scores, None if self.num_classes is None else classes, self.num_classes)
+        return Calibration(scores, None if self.num_classes is None else classes, self.num_classes or 0)
 
 
 # -- one graph --------------------------------------------------------------------------------------------------------
@@ -452,25 +427,19 @@ class CalibratedScore(nn.Module):
     Args:
         score: maps features or logits to scores (B,); for a calibration per class it has ``scored``.
         calibration: of those scores.
-        threshold: above which a sample is OOD; one for each class, shape (K,), if there are classes; with folds the
-            number of calibration samples below which it is.
+        alpha: share of ID samples that may be flagged.
         known: label of each place that ``scored`` gives; None for a detector on logits, or without classes.
         folds: like ``score``, of the detectors of the folds.
     """
 
     def __init__(
-        self,
-        score: nn.Module,
-        calibration: Calibration,
-        threshold: float | Tensor,
-        known: Tensor | None = None,
-        folds: Sequence[nn.Module] = (),
+        self, score: nn.Module, calibration: Calibration, alpha: float, known: Tensor | None, folds: Sequence[nn.Module]
     ) -> None:
         super().__init__()
         self.score, self.calibration, self.folds = score, calibration, nn.ModuleList(folds)
         self.has_classes = known is not None or isinstance(score, LogitsScore)
         self.known = None if known is None else nn.Buffer(known)
-        self.threshold = nn.Buffer(torch.as_tensor(threshold, dtype=torch.float64))
+        self.alarms = nn.Buffer(calibration.alarms(alpha))
 
     def forward(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, p-values (float64) and decisions (bool), each of shape (B,)."""
@@ -489,8 +458,7 @@ class CalibratedScore(nn.Module):
         if len(self.folds):
             wide = torch.stack([fold(values) for fold in self.folds], 1).double()
         reached, size = self.calibration.count(wide, groups)
-        threshold = self.threshold if groups is None else self.threshold[groups]
-        decisions = reached < threshold if len(self.folds) else ~(wide <= threshold)
+        decisions = reached < (self.alarms if groups is None else self.alarms[groups])
         return scores, classes, (1 + reached).double() / (size + 1), decisions
 
 
@@ -532,18 +500,12 @@ class Calibrated(Detector):
 
     def __init__(self, detector: Detector, alpha: float = 0.05, *, per_class: bool = False) -> None:
         if not isinstance(detector, Detector) or isinstance(detector, Calibrated):
-            remedy = f" Make one: {detector.__name__}(...)." if isinstance(detector, type) else ""
-            raise TypeError(f"expected a pytorch_ood detector that is not calibrated yet, got {detector!r}.{remedy}")
+            raise TypeError(f"expected an instance of a detector that is not calibrated yet, got {detector!r}.")
         check_level("alpha", alpha)
-        self.detector = detector
+        self.detector, self.requires_fit = detector, detector.requires_fit
         self.alpha, self.per_class = float(alpha), per_class
         self.calibration: Calibration | None = None
         self.fold_detectors: list[Detector] = []
-
-    @property
-    def requires_fit(self) -> bool:  # type: ignore[override]
-        """Whether the wrapped detector has to be fitted."""
-        return self.detector.requires_fit
 
     @property
     def device(self) -> torch.device | None:
@@ -571,8 +533,6 @@ class Calibrated(Detector):
             return value
 
         def fit(*args: Any, **kwargs: Any) -> Any:
-            if name not in _CHANGES:  # a fit that fails may leave anything
-                self._forget_calibration()
             result = value(*args, **kwargs)
             self._forget_calibration()
             return result if name == "add_class" else self
@@ -583,8 +543,8 @@ class Calibrated(Detector):
 
     def fit(self, data_loader: Iterable[Any], **options: Any) -> Self:
         """Fit the wrapped detector; a calibration that there was is forgotten."""
-        self._forget_calibration()
         self.detector.fit(data_loader, **options)  # type: ignore[arg-type]
+        self._forget_calibration()
         return self
 
     def predict(self, x: Any) -> Tensor:
@@ -596,12 +556,11 @@ class Calibrated(Detector):
 
     def fit_calibrate(self, data_loader: Iterable[Any], *, folds: int = 10, seed: int = 0) -> Self:
         """Fit and calibrate on the same data: a loader of pairs (x, y). See :meth:`fit_calibrate_features`."""
-        self._require_features()
         batches = [(self._encode(x)[1], torch.as_tensor(y)) for x, y in map(as_pair, data_loader)]
         if not batches:
             raise ValueError("the loader is empty: there is nothing to fit.")
         z, y = (torch.cat(column) for column in zip(*batches, strict=True))
-        return self.fit_calibrate_features(pool_features(z), y, folds=folds, seed=seed)
+        return self.fit_calibrate_features(z, y, folds=folds, seed=seed)
 
     def fit_calibrate_features(self, z: Tensor, y: Tensor, *, folds: int = 10, seed: int = 0) -> Self:
         """Fit and calibrate on the same features (N, D) and labels (N,), without held-out data.
@@ -616,35 +575,28 @@ class Calibrated(Detector):
             TypeError: if the detector is not fitted on features.
             ValueError: if there are fewer samples than folds, or with ``per_class``.
         """
-        self._require_features()
+        if not isinstance(self.detector, FeaturesDetector) or not self.detector.requires_fit:
+            name = type(self.detector).__name__
+            raise TypeError(f"{name} is not fitted on features: calibrate(loader) on held-out data instead.")
         z, y = check_features(z), check_labels(y, len(z))
         z, y = z[y >= 0], y[y >= 0]
-        if isinstance(folds, bool) or not isinstance(folds, int) or not 2 <= folds <= len(z):
+        if not isinstance(folds, int) or not 2 <= folds <= len(z):
             raise ValueError(f"folds must be an integer from 2 to {len(z)}, the number of ID samples, got {folds!r}.")
         if self.per_class:
             raise ValueError("per_class=True needs held-out data: calibrate_features(z).")
         # without the networks, which may be large, and before the fit, which may be
         networks = {id(getattr(self.detector, name, None)): None for name in NETWORKS}
         unfitted = [copy.deepcopy(self.detector, dict(networks)) for _ in range(folds)]
-        self._forget_calibration()
-        self.detector.fit_features(z, y)  # type: ignore[attr-defined]
+        self.detector.fit_features(z, y)
         fold_of = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed)).to(z.device) % folds
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NumericalWarning)  # the fit on all samples has warned
+            warnings.simplefilter("ignore")  # the fit on all samples has warned
             detectors = list(_fit_without_folds(unfitted, z, y, fold_of))
-        metric = CalibrationScores(folds, sync_on_compute=False)
+        left_out = z.new_zeros(len(z), dtype=torch.float64)
         for fold, detector in enumerate(detectors):
-            left_out = z[fold_of == fold]
-            scores, _ = self._scored("features", left_out, detector)
-            metric.update(scores, torch.full((len(left_out),), fold))
-        left_out_scores, groups = metric.collected()
-        self.calibration, self.fold_detectors = Calibration(left_out_scores, folds=groups), detectors
+            left_out[fold_of == fold] = self._scored("features", z[fold_of == fold], detector)[0].to(left_out)
+        self.calibration, self.fold_detectors = Calibration(left_out, folds=fold_of), detectors
         return self
-
-    def _require_features(self) -> None:
-        if not isinstance(self.detector, FeaturesDetector) or not self.detector.requires_fit:
-            name = type(self.detector).__name__
-            raise TypeError(f"{name} is not fitted on features: calibrate(loader) on held-out data instead.")
 
     # -- calibration --------------------------------------------------------------------------------------------------
 
@@ -671,37 +623,34 @@ class Calibrated(Detector):
         """Calibrate on scores (B,) of held-out ID samples, or on a metric that collected them."""
         if isinstance(scores, CalibrationScores):
             return self._set_calibration(scores.compute())
-        if self.per_class:
-            raise ValueError("per_class=True needs the class of each score: collect them in a CalibrationScores.")
         metric = CalibrationScores(sync_on_compute=False)
         scores = scores if isinstance(scores, Tensor) else torch.as_tensor(scores, dtype=torch.float64)
         metric.update(scores if y is None else scores[check_labels(y, len(scores)) >= 0])
         return self._set_calibration(metric.compute())
 
     def _collect(self, batches: Iterable[tuple[_Kind, Any, Tensor | None]]) -> Self:
-        metric: CalibrationScores | None = None
+        metric = CalibrationScores(0 if self.per_class else None, sync_on_compute=False)
         for kind, values, y in batches:
             scores, classes = self._scored(kind, values)
-            if metric is None:
-                width = values.shape[1] if kind == "logits" else getattr(self.detector, "n_classes", None)
-                metric = CalibrationScores(width if self.per_class else None, sync_on_compute=False)
+            if self.per_class:
+                metric.num_classes = values.shape[1] if kind == "logits" else self.detector.n_classes  # type: ignore[attr-defined]
             if y is not None:
                 keep = (check_labels(y, len(scores)) >= 0).to(scores.device)
                 scores, classes = scores[keep], None if classes is None else classes[keep]
             metric.update(scores, classes)
-        return self._set_calibration(Calibration(torch.zeros(0)) if metric is None else metric.compute())
+        return self._set_calibration(metric.compute())
 
     def _set_calibration(self, calibration: Calibration) -> Self:
         if self.per_class != (calibration.classes is not None):
-            raise ValueError(f"per_class={self.per_class}, but the calibration scores are of {calibration!r}.")
+            raise ValueError(f"per_class={self.per_class} does not fit {calibration!r}. Collect a CalibrationScores.")
         # an object of its own: a metric gives the same one to everybody who asks
         smallest = required_samples(self.alpha)
         self.calibration = Calibration.from_tensors(calibration.tensors, smallest_class=smallest)
         self.fold_detectors = []
-        if self.per_class and bool(self.calibration.pooled_classes.any()):
-            few = self.calibration.pooled_classes.nonzero().flatten().tolist()
-            classes = f"{len(few)} of {len(self.calibration.class_sizes)} classes have fewer than {smallest} samples"
-            warn(f"{classes}, which alpha={self.alpha:g} needs: {listed(few)}. They are compared with all samples.")
+        few = self.calibration.pooled.nonzero().flatten().tolist()
+        if self.per_class and few:
+            enough = f"the {smallest} samples that alpha={self.alpha:g} needs"
+            warn(f"{len(few)} classes have fewer than {enough}, and are compared with all samples: {few[:8]}.")
         return self
 
     # -- decisions ----------------------------------------------------------------------------------------------------
@@ -795,8 +744,7 @@ class Calibrated(Detector):
 
     def _require_calibration(self) -> Calibration:
         if self.calibration is None:
-            ways = "calibrate(loader), calibrate_features(z), calibrate_logits(l) or calibrate_scores(s)"
-            raise RequiresFittingException(f"not calibrated. Call {ways} with held-out ID data, after the last fit.")
+            raise RequiresFittingException("not calibrated. After the last fit, call calibrate(held_out_loader).")
         return self.calibration
 
     # -- scores and classes -------------------------------------------------------------------------------------------
@@ -808,7 +756,7 @@ class Calibrated(Detector):
     def _encode(self, x: Any) -> tuple[_Kind, Tensor]:
         """Features or logits of inputs, from the network in evaluation mode."""
         network = "model" if isinstance(self.detector, LogitsDetector) else "encoder"
-        run: Callable[[Any], Tensor] | None = getattr(self.detector, network, None)
+        run: Network | None = getattr(self.detector, network, None)
         if run is None:
             raise ValueError(f"{self.detector!r} lacks the {network} that classes or folds are found with.")
         with torch.no_grad(), evaluating(run):
@@ -832,10 +780,8 @@ class Calibrated(Detector):
         differentiates = isinstance(self.detector, GradientDetector)
         with evaluating(*networks), torch.inference_mode(False), torch.set_grad_enabled(differentiates):
             scores = _score_finite(predict, values) if isinstance(values, Tensor) else predict(values)
-        expected = (len(values),) if isinstance(values, Tensor) else getattr(scores, "shape", None)
-        if not isinstance(scores, Tensor) or scores.ndim != 1 or scores.shape != expected:
-            shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise ValueError(f"a decision needs one score for each sample, got {shape}.")
+        if scores.ndim != 1 or (isinstance(values, Tensor) and len(scores) != len(values)):
+            raise ValueError(f"a decision needs one score for each sample, got shape {tuple(scores.shape)}.")
         if not self.per_class:
             return scores.detach(), None
         if kind != "logits":
@@ -868,7 +814,7 @@ class Calibrated(Detector):
         return self
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], encoder: Encoder | None = None) -> Self:
+    def from_state(cls, state: dict[str, Any], encoder: Network | None = None) -> Self:
         """Make a calibrated detector from the result of :meth:`state_dict`.
 
         ``encoder`` becomes the network of the wrapped one: to features, to logits for detectors on logits, or whatever
@@ -886,7 +832,7 @@ class Calibrated(Detector):
         write_state(path, self.state_dict())
 
     @classmethod
-    def load(cls, path: Path, encoder: Encoder | None = None, *, map_location: str | torch.device = "cpu") -> Self:
+    def load(cls, path: Path, encoder: Network | None = None, *, map_location: str | torch.device = "cpu") -> Self:
         """Read what :meth:`save` wrote; nothing in the file is executed."""
         return cls.from_state(read_state(path, map_location), encoder)
 
@@ -905,10 +851,8 @@ class Calibrated(Detector):
             score, known = self.detector.to_module(dtype), self.detector._state.get("classes")
         else:
             raise TypeError(f"{type(self.detector).__name__} has no to_module(), so it cannot be exported.")
-        if not self.fold_detectors:
-            return CalibratedScore(score, calibration, self.threshold(), known).eval()
         folds = [fold.to_module(dtype) for fold in self.fold_detectors]  # type: ignore[attr-defined]
-        return CalibratedScore(score, calibration, calibration.fold_alarms(self.alpha), known, folds).eval()
+        return CalibratedScore(score, calibration, self.alpha, known, folds).eval()
 
 
 def _fit_without_folds(unfitted: list[Any], z: Tensor, y: Tensor, fold_of: Tensor) -> Iterator[Detector]:

@@ -14,35 +14,19 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
-from typing import Any, ClassVar, Literal, NoReturn, Self, cast, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, cast, dataclass_transform
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from pytorch_ood.api import (
-    Detector,
-    DetectorInfo,
-    FeaturesDetector,
-    ModelNotSetException,
-    Paper,
-    RequiresFittingException,
-    Task,
-)
+from pytorch_ood.api import DetectorInfo, FeaturesDetector, ModelNotSetException, Paper, RequiresFittingException, Task
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from rmd_plugin.detectors import gaussian
 from rmd_plugin.detectors.gaussian import MAX_FLOAT32_AMPLIFICATION, QuadraticScore, Shrinkage
-from rmd_plugin.detectors.moments import (
-    ClassMoments,
-    Moments,
-    Path,
-    check_features,
-    listed,
-    pool_features,
-    read_state,
-    warn,
-    write_state,
-)
+from rmd_plugin.detectors.moments import ClassMoments, Moments, Path, check_features, read_state, warn, write_state
+
+if TYPE_CHECKING:
+    from rmd_plugin.detectors.conformal import Calibrated
 
 Encoder = Callable[[Any], Tensor]
 
@@ -116,14 +100,11 @@ class DeclaredOptions(FeaturesDetector):
         bases = [base for base in cls.__mro__[1:] if "_fields" in vars(base)]
         for base in bases:
             base.__dataclass_fields__ = base._fields  # type: ignore[attr-defined]
-        try:
-            dataclass(eq=False, repr=False)(cls)
-            cls._options = fields(cls)  # type: ignore[arg-type]
-            cls._fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
-        finally:
-            for base in [cls, *bases]:
-                if "__dataclass_fields__" in vars(base):
-                    del base.__dataclass_fields__  # type: ignore[attr-defined]
+        dataclass(eq=False, repr=False)(cls)
+        cls._options = fields(cls)  # type: ignore[arg-type]
+        cls._fields = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        for base in [cls, *bases]:
+            del base.__dataclass_fields__  # type: ignore[attr-defined]
 
 
 class StatefulDetector(DeclaredOptions):
@@ -151,13 +132,12 @@ class StatefulDetector(DeclaredOptions):
             :meth:`add_class`: a file of K x D + D x D further numbers. Scoring does not use them.
 
     Attributes:
-        interrupted: whether Ctrl-C cut the last fit short. The detector has what was learned until then.
+        moments: of all samples of the fit; None before it, or if a file did not keep them.
     """
 
     requires_fit = True
     from_moments: ClassVar[bool] = True  #: whether moments are all that a fit needs
     _kind: ClassVar[type[Moments]] = Moments  #: of these moments
-    interrupted = False
     hyperparameter_space = {"shrinkage": [0.0, 0.01, 0.1, 0.5], "normalize": [False, True]}  # noqa: RUF012
     _chunk_rows: ClassVar[int] = 0  #: samples that are scored at a time; 0: as many as fit into the caches
     _needs_many_samples = False  #: whether scores suffer from N < 5 D without shrinkage
@@ -180,7 +160,7 @@ class StatefulDetector(DeclaredOptions):
             raise ValueError(f"shrinkage={shrinkage!r} needs covariance='tied'. Give a number in [0, 1] instead.")
         self._state: dict[str, Tensor] = {}
         self._fitted_options: dict[str, Any] = {}  # later changes of options take effect with the next fit
-        self._moments: Moments | None = None
+        self.moments: Moments | None = None
         self._class_names: dict[int, str] = {}
         self._modules: dict[torch.dtype, nn.Module] = {}
 
@@ -207,7 +187,7 @@ class StatefulDetector(DeclaredOptions):
         diagonal = self.covariance == "diagonal"
         return ClassMoments(num_classes, diagonal=diagonal, normalize=self.normalize, **kwargs)
 
-    def fit(self, data_loader: Iterable[Any], *, progress: bool | None = None, **background: Any) -> Self:
+    def fit(self, data_loader: Iterable[Any], **background: Any) -> Self:
         """Fit on a loader in one pass: batches are encoded in evaluation mode.
 
         Gaussian detectors keep only the moments of the features, FusedRMD a sample beside, flows all on the CPU. Under
@@ -216,7 +196,6 @@ class StatefulDetector(DeclaredOptions):
 
         Args:
             data_loader: yields pairs (x, y). Samples with y < 0 are skipped.
-            progress: show progress bars; None for the detector's own option, or else none.
             background: of :class:`RMD`: ``background=``, another corpus that MD_0 is fitted to, in place of all
                 training samples: a loader of pairs (x, y), whose labels do not matter, or its moments.
 
@@ -224,8 +203,7 @@ class StatefulDetector(DeclaredOptions):
             ModelNotSetException: if the detector has no encoder.
             ValueError: if there is no in-distribution sample, or features are NaN or infinite.
         """
-        shown = getattr(self, "progress", False) if progress is None else progress
-        return self._fit_batches(self._encode(data_loader, shown), progress=shown, **background)
+        return self._fit_batches(self._encode(data_loader), **background)
 
     def fit_features(self, z: Tensor, y: Tensor, **background: Any) -> Self:  # type: ignore[override]
         """Fit on features; works inside ``no_grad`` and ``inference_mode``.
@@ -240,7 +218,7 @@ class StatefulDetector(DeclaredOptions):
             TypeError: if features or labels have the wrong dtype.
             ValueError: if shapes do not fit, features are NaN or infinite, or none varies within the classes.
         """
-        return self._fit_batches([(z, y)], progress=getattr(self, "progress", False), **background)
+        return self._fit_batches([(z, y)], **background)
 
     def fit_moments(self, moments: Moments, **background: Any) -> Self:
         """Fit on moments, for example those of several processes, collected as :meth:`new_moments` does.
@@ -269,24 +247,21 @@ class StatefulDetector(DeclaredOptions):
         if moments.normalized != self.normalize:
             raise ValueError(f"the moments have normalize={moments.normalized}. Collect them with new_moments().")
         if missing := (moments.counts == 0).nonzero().flatten().tolist():
-            warn(f"{len(missing)} classes have no sample and are never nearest: {listed(missing)}.")
+            warn(f"{len(missing)} classes have no sample and are never nearest: {missing[:8]}.")
         if self.covariance == "diagonal":
             return moments.to_diagonal()
         if moments.diagonal:
             raise ValueError("covariance='tied' needs more than the diagonal that was collected.")
         return moments
 
-    def _encode(self, loader: Iterable[Any], progress: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    def _encode(self, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """Features and labels of a loader, batch by batch, in evaluation mode."""
         if self.encoder is None:
             raise ModelNotSetException("fit(loader) needs an encoder. Pass one, or use fit_features(z, y).")
-        # disable=None: only on a terminal
-        title, hidden = f"fit {type(self).__name__}", None if progress else True
         with evaluating(self.encoder):
-            for batch in tqdm(loader, desc=title, unit="batch", leave=False, disable=hidden):
-                x, y = as_pair(batch)
+            for x, y in map(as_pair, loader):
                 with torch.no_grad():  # not around the yield: the caller's gradients are the caller's
-                    z = pool_features(check_features(self.encoder(to_device(x, self.device))).detach())
+                    z = self.encoder(to_device(x, self.device))
                 yield z, torch.as_tensor(y)
 
     def _collect(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Moments:
@@ -295,7 +270,7 @@ class StatefulDetector(DeclaredOptions):
             metric.update(z, y)
         return metric.compute()
 
-    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool, **background: Any) -> Self:
+    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], **background: Any) -> Self:
         return self.fit_moments(self._collect(batches), **background)
 
     def _set_fitted(
@@ -305,15 +280,10 @@ class StatefulDetector(DeclaredOptions):
         device = self.device
         self._state = {name: tensor if device is None else tensor.to(device) for name, tensor in state.items()}
         self._fitted_options = self.options | {"num_classes": num_classes, "num_features": num_features}
-        self._moments, self._class_names = moments, {}
+        self.moments, self._class_names = moments, {}
         return self
 
     # -- after the fit ----------------------------------------------------------------------------------------------
-
-    @property
-    def moments(self) -> Moments | None:
-        """Moments of all samples of the fit; None before it, or if a file did not keep them."""
-        return self._moments
 
     @property
     def class_names(self) -> list[str]:
@@ -367,25 +337,19 @@ class StatefulDetector(DeclaredOptions):
         return label
 
     def _change(self, combine: Callable[[Moments, Moments], Moments], z: Tensor, y: Tensor) -> Self:
-        moments, names = self._require_moments(), self._class_names
-        metric = self.new_moments(num_features=self.num_features, sync_on_compute=False)
-        metric.update(z, y)
-        if bool(metric.counts.any()):
-            self.fit_moments(combine(moments, metric.compute()), **self._fitted_background())
-            self._class_names = names
-        return self
-
-    def _fitted_background(self) -> dict[str, Any]:
-        return {}
-
-    def _require_moments(self) -> Moments:
         self._require_fit()
         if not self.from_moments:
             raise NotImplementedError(_NO_SAMPLES)
-        if not isinstance(self._moments, self._kind):
-            name = type(self).__name__
-            raise ValueError(f"this {name} has no moments, so it cannot change. Fit it with keep_moments=True.")
-        return self._moments
+        if not isinstance(self.moments, self._kind):
+            raise ValueError("without its moments a detector cannot change. Fit it with keep_moments=True.")
+        metric, names = self.new_moments(num_features=self.num_features, sync_on_compute=False), self._class_names
+        metric.update(z, y)
+        if bool(metric.counts.any()):
+            corpus = (self._state["shift"], self._state["background"]) if "background" in self._state else None
+            background = {} if corpus is None else {"background": corpus}
+            self.fit_moments(combine(self.moments, metric.compute()), **background)
+            self._class_names = names
+        return self
 
     # -- scoring --------------------------------------------------------------------------------------------------
 
@@ -476,8 +440,7 @@ class StatefulDetector(DeclaredOptions):
 
     def _require_fit(self) -> None:
         if not self._state:
-            name = type(self).__name__
-            raise RequiresFittingException(f"{name} is not fitted. Call fit, fit_features, or load a fitted one.")
+            raise RequiresFittingException(f"{type(self).__name__} is not fitted. Call fit or fit_features, or load.")
 
     def _require_classes(self) -> Tensor:
         self._require_fit()
@@ -509,10 +472,7 @@ class StatefulDetector(DeclaredOptions):
         return float(self._state["intensity"])
 
     def _uncalibrated(self) -> NoReturn:
-        raise AttributeError(
-            f"{type(self).__name__} gives scores; decisions need a calibration. Wrap the detector: "
-            "Calibrated(detector).calibrate(held_out_loader), or .calibrate_features(z)."
-        )
+        raise AttributeError("decisions need a calibration: Calibrated(detector).calibrate(held_out_loader).")
 
     is_ood = p_value = select = threshold = calibrate = property(_uncalibrated)
     is_ood_features = p_value_features = select_features = calibrate_features = property(_uncalibrated)
@@ -553,17 +513,16 @@ class StatefulDetector(DeclaredOptions):
         return gaussian.shrunk_covariance(moments, self.intensity)
 
     def _sigma_0(self, moments: Moments) -> Tensor:
-        if "background" in self._state:
-            return self._state["background"]
-        return self._sigma(moments) + moments.between_covariance
+        corpus = self._state.get("background")
+        return self._sigma(moments) + moments.between_covariance if corpus is None else corpus
 
     def _attribute(self, name: str, compute: Callable[[Moments], Tensor]) -> Tensor | None:
         if not self.fitted:
             return None
-        if self._moments is None:
+        if self.moments is None:
             raise AttributeError(f"{type(self).__name__}.{name} needs the moments, which were not saved: keep_moments.")
         with torch.inference_mode(False), torch.no_grad():  # the framework differentiates through some of them
-            return compute(self._moments).to(self.device, torch.get_default_dtype())
+            return compute(self.moments).to(self.device, torch.get_default_dtype())
 
     # -- saving and export ----------------------------------------------------------------------------------------
 
@@ -575,7 +534,7 @@ class StatefulDetector(DeclaredOptions):
     def state_dict(self) -> dict[str, Any]:
         """What was fitted, as plain tensors and numbers, with ``keep_moments`` the moments too; not the encoder."""
         self._require_fit()
-        moments = self._moments.tensors() if self.keep_moments and self._moments is not None else {}
+        moments = self.moments.tensors() if self.keep_moments and self.moments is not None else {}
         tensors = self._state | {_MOMENTS + name: tensor for name, tensor in moments.items()}
         return {
             "format": STATE_FORMAT,
@@ -596,7 +555,7 @@ class StatefulDetector(DeclaredOptions):
         for name, value in options.items():
             setattr(self, name, value)
         tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
-        saved = {name: tensors.pop(_MOMENTS + name) for name in self._kind.names() if _MOMENTS + name in tensors}
+        saved = {name.removeprefix(_MOMENTS): tensors.pop(name) for name in [*tensors] if name.startswith(_MOMENTS)}
         self._set_fitted(tensors, **sizes, moments=self._kind(**saved, normalized=self.normalize) if saved else None)
         self._class_names = dict(enumerate(state.get("class_names", [])))
         return self
@@ -636,7 +595,7 @@ class StatefulDetector(DeclaredOptions):
             return self._build_module(dtype or self._score_dtype(torch.float32)).requires_grad_(False).eval()
 
 
-def load_detector(state: dict[str, Any] | Path, encoder: Encoder | None = None) -> Detector:
+def load_detector(state: dict[str, Any] | Path, encoder: Encoder | None = None) -> StatefulDetector | Calibrated:
     """Make a fitted detector from a saved file or a ``state_dict``, whichever of ours it belongs to.
 
     Args:
@@ -655,14 +614,14 @@ def load_detector(state: dict[str, Any] | Path, encoder: Encoder | None = None) 
     content = state if isinstance(state, dict) else read_state(state)
     name = check_state(content)["detector"]
     # only public names: the file must not choose what else is run
-    kind = getattr(rmd_plugin, name) if name in rmd_plugin.__all__ else None
-    if not isinstance(kind, type) or not issubclass(kind, Detector):
+    kind: Any = getattr(rmd_plugin, name) if name in rmd_plugin.__all__ else None
+    if not hasattr(kind, "from_state"):
         raise ValueError(f"{name} is no detector of rmd_plugin. Load it with the class that it belongs to.")
-    detector: Detector = kind.from_state(content, encoder)  # type: ignore[attr-defined]
+    detector: StatefulDetector | Calibrated = kind.from_state(content, encoder)
     return detector
 
 
-def check_state(state: Any, kind: type[Detector] | None = None) -> dict[str, Any]:
+def check_state(state: Any, kind: type | None = None) -> dict[str, Any]:
     """The state of a detector, if it is one of this format, and of the class ``kind``."""
     if not isinstance(state, dict) or not {"format", "detector", "options", "tensors"} <= state.keys():
         raise ValueError("this is not the state of a detector. Expected what state_dict() or save() gave.")
@@ -671,18 +630,6 @@ def check_state(state: Any, kind: type[Detector] | None = None) -> dict[str, Any
     if kind is not None and state["detector"] != kind.__name__:
         raise ValueError(f"the state belongs to {state['detector']}, expected {kind.__name__}.")
     return state
-
-
-def raise_if_interrupted(detector: object) -> None:
-    """Raise the ``KeyboardInterrupt`` that a fit took as a wish to end early, for callers that end with it."""
-    if getattr(detector, "interrupted", False):
-        raise KeyboardInterrupt
-
-
-def check_integer(name: str, value: object, lowest: int) -> None:
-    """Refuse an option that is no integer of at least ``lowest``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ValueError(f"{name} must be an integer of at least {lowest}, got {value!r}.")
 
 
 def _inverse(covariance: Tensor) -> Tensor:
@@ -734,26 +681,17 @@ class RMD(StatefulDetector):
     def _fit_parameters(self, moments: Moments, background: Any = None) -> dict[str, Tensor]:
         if background is None:
             return gaussian.fit_relative(moments, self.shrinkage)
-        if not isinstance(background, tuple):
-            corpus = self._suited(self._corpus(background)).to(moments.device)
-            if corpus.num_features != moments.num_features:
-                widths = f"{corpus.num_features} features, expected {moments.num_features}"
-                raise ValueError(f"the background has {widths}. Take both from the same layer.")
-            background = gaussian.fit_background(corpus, self.shrinkage)
-        mean, covariance = (part.to(moments.device) for part in background)
-        return gaussian.fit_relative_to(moments, mean, covariance, self.shrinkage)
-
-    def _corpus(self, background: Moments | Tensor | Iterable[Any]) -> Moments:
-        """Moments of a corpus, whatever its labels are: one below zero is OOD, and a background may be just that."""
-        if isinstance(background, Moments):
-            return background
-        batches = [(background, None)] if isinstance(background, Tensor) else self._encode(background, False)
-        return self._collect((z, torch.zeros(len(z), dtype=torch.long)) for z, _ in batches)
-
-    def _fitted_background(self) -> dict[str, Any]:
-        if "background" not in self._state:
-            return {}
-        return {"background": (self._state["shift"], self._state["background"])}
+        if isinstance(background, tuple):  # mean and covariance of an earlier fit
+            mean, covariance = (part.to(moments.device) for part in background)
+            return gaussian.fit_relative_to(moments, mean, covariance, self.shrinkage)
+        if not isinstance(background, Moments):
+            batches = [(background, None)] if isinstance(background, Tensor) else self._encode(background)
+            # whatever its labels are: one below zero is OOD, and a background may be just that
+            background = self._collect((z, torch.zeros(len(z), dtype=torch.long)) for z, _ in batches)
+        corpus = self._suited(background).to(moments.device)
+        if corpus.num_features != moments.num_features:
+            raise ValueError(f"the background has {corpus.num_features} features: take both from the same layer.")
+        return gaussian.fit_relative_to(moments, *gaussian.fit_background(corpus, self.shrinkage), self.shrinkage)
 
 
 class Mahalanobis(StatefulDetector):
@@ -830,7 +768,9 @@ class PartialMahalanobis(StatefulDetector):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._needs_many_samples = not self.largest  # few samples get small variances wrong
-        check_integer("components", self.components, 1 if self.largest else 0)
+        lowest = 1 if self.largest else 0
+        if not isinstance(self.components, int) or self.components < lowest:
+            raise ValueError(f"components must be an integer of at least {lowest}, got {self.components!r}.")
 
     def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
         return gaussian.fit_partial(moments, self.components, largest=self.largest, shrinkage=self.shrinkage)

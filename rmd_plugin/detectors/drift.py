@@ -15,7 +15,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,8 @@ _CHUNK = 256
 _WAITING, _WAITING_SHARE = 4096, 1 / 64
 #: points of the curve; it is thinned out when there are twice as many
 _CURVE_POINTS = 1000
+#: attributes that change with the stream, beside the arrays
+_PROGRESS = ("count", "alarm_at", "since", "stride")
 
 
 class DriftAlarm:
@@ -57,6 +59,7 @@ class DriftAlarm:
         alarm: whether there was an alarm. It stays until :meth:`reset`.
         alarm_at: the sample of the alarm, counted from 0, or None.
         since: the sample at which the change most likely began, None before an alarm.
+        stride: samples between two points of the curve.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -93,7 +96,7 @@ class DriftAlarm:
         #: the smallest product, and the sample after it
         self._bets = np.stack([np.zeros(bets), np.full(bets, -np.inf), np.zeros(bets), np.zeros(bets)])
         self._log_value = -math.inf if self.every else 0.0
-        self._curve, self._stride = np.empty((0, 2)), 1
+        self._curve, self.stride = np.empty((0, 2)), 1
         return self
 
     @property
@@ -181,12 +184,12 @@ class DriftAlarm:
         return np.minimum(lowest, new), np.where(new < lowest, self.count + place, lowest_at)
 
     def _draw(self, number: _Array, log_values: _Array) -> None:
-        shown = number % self._stride == 0
+        shown = number % self.stride == 0
         if shown.any():
             self._curve = np.vstack([self._curve, np.stack([number, log_values], 1)[shown]])
         while len(self._curve) > 2 * _CURVE_POINTS:
-            self._stride *= 2
-            self._curve = self._curve[self._curve[:, 0] % self._stride == 0]
+            self.stride *= 2
+            self._curve = self._curve[self._curve[:, 0] % self.stride == 0]
 
     # -- saving and drawing -------------------------------------------------------------------------------------------
 
@@ -198,7 +201,7 @@ class DriftAlarm:
             "format": STATE_FORMAT,
             "options": {"level": self.level, "every": self.every, "seed": self.seed},
             "calibration": self._calibration,
-            "progress": {"count": self.count, "alarm_at": self.alarm_at, "since": self.since, "stride": self._stride},
+            "progress": {name: getattr(self, name) for name in _PROGRESS},
             "tensors": {name: torch.tensor(array) for name, array in arrays.items()},
         }
 
@@ -217,9 +220,8 @@ class DriftAlarm:
         tensors = {name: tensor.cpu().numpy().copy() for name, tensor in state["tensors"].items()}
         self._sorted, self._waiting = tensors["scores"], np.empty(0)
         self._bets, self._curve, self._log_value = tensors["bets"], tensors["curve"], float(tensors["value"])
-        progress = state["progress"]
-        self.count, self._stride = progress["count"], progress["stride"]
-        self.alarm_at, self.since = progress["alarm_at"], progress["since"]
+        for name in _PROGRESS:
+            setattr(self, name, state["progress"][name])
         # one draw for each sample: the state of the generator is their number
         self._rng = np.random.Generator(np.random.PCG64(self.seed).advance(self.count))
         return self
@@ -237,8 +239,7 @@ class DriftAlarm:
         ax.set_xlabel("samples of the stream")
         ax.set_ylabel("log10 of the martingale")
         ax.legend(loc="upper left")
-        figure: Any = ax.figure
-        return figure, ax
+        return cast("Figure", ax.figure), ax
 
 
 def _checked(scores: Scores) -> _Array:

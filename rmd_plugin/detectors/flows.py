@@ -17,8 +17,8 @@ batches, optimiser state and early stopping, so the result is that of training t
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 from rmd_plugin.detectors import gaussian
 from rmd_plugin.detectors.detectors import RMD_INFO, StatefulDetector
 from rmd_plugin.detectors.gaussian import Shrinkage, full_precision
-from rmd_plugin.detectors.moments import Moments, check_features, listed, pool_features, unit_length, warn
+from rmd_plugin.detectors.moments import Moments, check_features, pool_features, unit_length, warn
 
 if TYPE_CHECKING:
     from nflows.flows import Flow
@@ -214,7 +214,6 @@ class FlowFit:
     start_loss: Tensor  #: shape (S,); NaN where the flow was not trained
     loss: Tensor  #: of these parameters, shape (S,)
     diverged: int = 0  #: flows that ran into NaN or infinity and are back at their best
-    interrupted: bool = False  #: by Ctrl-C
 
     def tensors(self, role: Role) -> dict[str, Tensor]:
         """The part of a detector's state that it makes up."""
@@ -224,21 +223,11 @@ class FlowFit:
 
 
 def train_flows(
-    spec: FlowSpec,
-    samples: Tensor,
-    flows: Tensor,
-    count: int,
-    options: FlowDetector,
-    *,
-    contexts: Tensor | None = None,
-    batch_size: int | None = None,
-    max_epochs: int | None = None,
-    title: str | None = None,
+    spec: FlowSpec, samples: Tensor, flows: Tensor, count: int, options: FlowDetector, contexts: Tensor | None = None
 ) -> FlowFit:
     """Train ``count`` flows, each on its own samples, from the identity; those of few samples are left there.
 
-    Works inside ``no_grad`` and ``inference_mode``; the global random state is left as it was. Ctrl-C ends the
-    training, and every flow keeps the best parameters it has had so far.
+    Works inside ``no_grad`` and ``inference_mode``; the global random state is left as it was.
 
     Args:
         spec: shape of the flows.
@@ -247,11 +236,7 @@ def train_flows(
         count: number of flows S.
         options: the detector, for how to train.
         contexts: class of each sample, shape (N,), for flows with a context.
-        batch_size: in place of the detector's.
-        max_epochs: in place of the detector's.
-        title: of a progress bar, shown on a terminal only; None for no bar.
     """
-    epochs, size = options.max_epochs if max_epochs is None else max_epochs, batch_size or options.batch_size
     flows = flows.cpu()
     rows = flows.argsort(stable=True).split(torch.bincount(flows, minlength=count).tolist())
     params = {name: value.to(samples) for name, value in spec.stack(count, options.seed).items()}
@@ -260,24 +245,18 @@ def train_flows(
     # flows of a stack take the same number of steps in an epoch
     equal: dict[int, list[tuple[int, Split]]] = {}
     for flow in sorted(range(count), key=lambda flow: -len(rows[flow])):
-        if len(rows[flow]) >= MIN_SAMPLES and epochs:
+        if len(rows[flow]) >= MIN_SAMPLES and options.max_epochs:
             split = split_rows(rows[flow], options, flow)
-            equal.setdefault(-(-len(split[0]) // size), []).append((flow, split))
+            equal.setdefault(-(-len(split[0]) // options.batch_size), []).append((flow, split))
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(samples.device.type, enabled=False):
         samples = samples.clone() if samples.is_inference() else samples.detach()  # for autograd
         contexts = None if contexts is None else contexts.to(samples.device)
-        try:
-            for steps, members in equal.items():
-                for start in range(0, len(members), options.class_chunk):
-                    numbers, splits = zip(*members[start : start + options.class_chunk], strict=True)
-                    stack = _Stack(spec, samples, contexts, options, fit, steps, torch.tensor(numbers), splits)
-                    stack.train(epochs, title)
-        except KeyboardInterrupt:
-            fit.interrupted = True
+        for steps, members in equal.items():
+            for start in range(0, len(members), options.class_chunk):
+                numbers, splits = zip(*members[start : start + options.class_chunk], strict=True)
+                _Stack(spec, samples, contexts, options, fit, steps, torch.tensor(numbers), splits).train()
     if fit.diverged:
         warn(f"{fit.diverged} of {count} flows ran into NaN: try a learning rate below {options.lr:g}.")
-    if fit.interrupted:
-        warnings.warn("the training was interrupted: flows have their best parameters so far.", stacklevel=5)
     return fit
 
 
@@ -294,7 +273,7 @@ class _Stack:
     flows: Tensor  #: numbers of the flows, shape (S,)
     splits: Sequence[Split]  #: their samples and random numbers
 
-    def train(self, max_epochs: int, title: str | None) -> None:
+    def train(self) -> None:
         self.masks = {name: mask.to(self.samples) for name, mask in self.spec.masks().items()}
         self.params = {name: value[self.flows].requires_grad_() for name, value in self.fit.params.items()}
         groups: list[dict[str, Any]] = [
@@ -306,8 +285,8 @@ class _Stack:
         self.optimizer = torch.optim.AdamW(groups, self.options.lr, weight_decay=decay, fused=fused)
         self.fit.start_loss[self.flows] = self.fit.loss[self.flows] = self.evaluate()
         stopped, stale = torch.zeros_like(self.flows, dtype=torch.bool), torch.zeros_like(self.flows)
-        hidden = True if title is None else None  # None: only on a terminal
-        bar = tqdm(range(1, max_epochs + 1), desc=title, unit="epoch", disable=hidden, leave=False)
+        title, hidden = f"train {len(self.flows)} flows", None if self.options.progress else True  # None: on a terminal
+        bar = tqdm(range(1, self.options.max_epochs + 1), desc=title, unit="epoch", disable=hidden, leave=False)
         for epoch in bar:
             training, validation = self.epoch(), self.evaluate()
             losses = {"train": f"{training.mean():.2f}", "val": f"{validation.mean():.2f}"}
@@ -398,20 +377,25 @@ def fit_start(moments: Moments, shrinkage: Shrinkage, space: Space) -> dict[str,
     In the coordinates ``v = u @ background_projection`` all classes together have unit covariance. The log-volumes are
     what the two maps add to a log-density.
     """
-    state = _discriminant(moments, shrinkage) if space == "discriminant" else _features(moments, shrinkage)
-    points = state["points"]
+    projection = _discriminant(moments, shrinkage) if space == "discriminant" else None
+    projection = _features(moments, shrinkage) if projection is None else projection
+    points = gaussian.class_offsets(moments) @ projection
     covariance = points.T @ (gaussian.class_shares(moments)[:, None] * points)
     covariance.diagonal().add_(1.0)
     factor = torch.linalg.cholesky(covariance)
     inverse = torch.linalg.solve_triangular(factor, torch.eye(len(factor)).to(factor), upper=False)
-    return state | {
-        "log_volume": torch.linalg.qr(state["projection"])[1].diagonal().abs().log().sum(),
+    return {
+        "shift": moments.background_mean,
+        "projection": projection.contiguous(),
+        "points": points,
+        "classes": moments.counts.nonzero().flatten(),
+        "log_volume": torch.linalg.qr(projection)[1].diagonal().abs().log().sum(),
         "background_projection": inverse.T.contiguous(),
         "background_log_volume": -factor.diagonal().log().sum(),
     }
 
 
-def _features(moments: Moments, shrinkage: Shrinkage) -> dict[str, Tensor]:
+def _features(moments: Moments, shrinkage: Shrinkage) -> Tensor:
     """All directions, turned so that the i-th coordinate depends on the first i features only (dead ones left out).
 
     The order in which an autoregressive flow goes through the coordinates is then the order of the features, and
@@ -419,36 +403,25 @@ def _features(moments: Moments, shrinkage: Shrinkage) -> dict[str, Tensor]:
     """
     whitening = gaussian.whiten(gaussian.shrunk_covariance(moments, shrinkage), moments)
     if whitening.scale is not None:
-        projection = whitening.directions(torch.eye(moments.num_features).to(whitening.scale))
-    else:
-        projection = whitening.matrix
-        alive = projection.abs().amax(1) > 0
-        # RQ decomposition: rows and columns in reverse turn the lower triangle of QR into an upper one
-        projection = projection @ torch.linalg.qr(projection[alive].flip(0).T)[0].flip(1)
-        # QR leaves the signs open: the last feature of a coordinate counts upwards
-        last = projection[alive][-projection.shape[1] :].diagonal()
-        projection = projection * torch.where(last < 0, -1.0, 1.0)
-    return {
-        "shift": moments.background_mean,
-        "projection": projection.contiguous(),
-        "points": gaussian.class_offsets(moments) @ projection,
-        "classes": moments.counts.nonzero().flatten(),
-    }
+        return whitening.directions(torch.eye(moments.num_features).to(whitening.scale))
+    alive = whitening.matrix.abs().amax(1) > 0
+    # RQ decomposition: rows and columns in reverse turn the lower triangle of QR into an upper one
+    projection: Tensor = whitening.matrix @ torch.linalg.qr(whitening.matrix[alive].flip(0).T)[0].flip(1)
+    # QR leaves the signs open: the last feature of a coordinate counts upwards
+    last = projection[alive][-projection.shape[1] :].diagonal()
+    return projection * torch.where(last < 0, -1.0, 1.0)
 
 
-def _discriminant(moments: Moments, shrinkage: Shrinkage) -> dict[str, Tensor]:
+def _discriminant(moments: Moments, shrinkage: Shrinkage) -> Tensor | None:
     """Those in which the class means differ, at most K - 1: RMD's, by descending between-class variance."""
     several = int((moments.counts > 0).sum()) > 1
-    state = gaussian.fit_relative(moments, shrinkage) if several else {}
-    if not several or not len(state["weights"]):
+    projection = gaussian.fit_relative(moments, shrinkage)["projection"] if several else moments.second[:, :0]
+    if not projection.shape[1]:
         warn("the class means do not differ, so there is no discriminant space: that of the features is taken.")
-        return _features(moments, shrinkage)
-    projection = state["projection"]
+        return None
     # SVD leaves the signs open: the feature of the largest coefficient counts upwards
     largest = projection.gather(0, projection.abs().argmax(0, keepdim=True))
-    sign = torch.where(largest < 0, -1.0, 1.0)
-    moved = {"projection": projection * sign, "points": state["points"] * sign}
-    return moved | {name: state[name] for name in ("shift", "classes")}
+    return projection * torch.where(largest < 0, -1.0, 1.0)
 
 
 def project(z: Tensor, shift: Tensor, projection: Tensor, normalize: bool) -> Tensor:
@@ -497,7 +470,7 @@ class FlowScore(nn.Module):
     def class_scores(self, z: Tensor) -> Tensor:
         """Score of every class, shape (B, K): -log p_k, or log p_0 - log p_k."""
         u = self.whiten(z)
-        dtype = self.class_bank.centers.dtype
+        dtype = self.class_bank.points.dtype
         with full_precision(z):
             scores: Tensor = -self.class_bank(u.to(dtype))
             if self.relative:
@@ -518,7 +491,7 @@ class FlowBank(nn.Module):
     Args:
         spec: shape of the flows.
         params: stacked parameters of K flows, or of one flow with K contexts.
-        centers: class k's flow acts on ``u - centers[k]``, shape (K, D).
+        points: class k's flow acts on ``u - points[k]``, shape (K, D).
         plain: classes whose density is the standard normal instead of a flow, shape (K,), or None for no such class.
         gain: by how much, at most, a flow's log-density is above that of the standard normal, shape (K,) or (1,); None
             for no limit.
@@ -528,7 +501,7 @@ class FlowBank(nn.Module):
         self,
         spec: FlowSpec,
         params: Parameters,
-        centers: Tensor,
+        points: Tensor,
         plain: Tensor | None = None,
         gain: Tensor | None = None,
     ) -> None:
@@ -537,21 +510,21 @@ class FlowBank(nn.Module):
         self.names = {name: name.replace(".", "_") for name in params}  # the name of a buffer has no dots
         for name, value in params.items():
             self.register_buffer(self.names[name], value)
-        self.centers = nn.Buffer(centers.to(next(iter(params.values())).dtype))
+        self.points = nn.Buffer(points.to(next(iter(params.values())).dtype))
         self.plain = nn.Buffer(plain) if plain is not None and bool(plain.any()) else None
-        self.gain = None if gain is None else nn.Buffer(gain.to(self.centers).expand(len(centers)).contiguous())
+        self.gain = None if gain is None else nn.Buffer(gain.to(self.points).expand(len(points)).contiguous())
         self.chunk = max(1, _PASS_NUMBERS // (_PASS_SAMPLES * spec.features * 2))
 
     def forward(self, u: Tensor) -> Tensor:
         """Log-density of every class, shape (B, K), at whitened features of shape (B, D)."""
-        starts = range(0, len(self.centers), self.chunk)
+        starts = range(0, len(self.points), self.chunk)
         return torch.cat([self._log_prob(u.t(), slice(start, start + self.chunk)) for start in starts]).t()
 
     def _log_prob(self, u: Tensor, part: slice) -> Tensor:
         """Log-density of some classes, shape (k, B), at samples of shape (D, B)."""
         params = {name: getattr(self, place) for name, place in self.names.items()}
         params = {name: value if len(value) == 1 else value[part] for name, value in params.items()}
-        x = u - self.centers[part].unsqueeze(-1)
+        x = u - self.points[part].unsqueeze(-1)
         log_prob, normal = stacked_log_prob(self.spec, params, x), _normal_log_prob(x)
         if self.gain is not None:
             log_prob = torch.minimum(log_prob, normal + self.gain[part].unsqueeze(-1))
@@ -566,9 +539,8 @@ class FlowBank(nn.Module):
 class FlowDetector(StatefulDetector):
     """Base class of the detectors that are made of flows.
 
-    Features are kept in memory while the flows are trained (in their own dtype, plus one or two float32 copies). Ctrl-C
-    ends the training with a warning; the detector then scores with the best flows it has had so far. They are trained
-    on the device of the detector (``.to(device)``), else of the encoder or the features.
+    Features are kept in memory while the flows are trained (in their own dtype, plus one or two float32 copies). They
+    are trained on the device of the detector (``.to(device)``), else of the encoder or the features.
 
     Args:
         encoder: maps inputs to features of shape (B, D), or to maps (B, C, H, W), which are averaged over space. May be
@@ -602,6 +574,7 @@ class FlowDetector(StatefulDetector):
     _chunk_rows = _PASS_SAMPLES
     hyperparameter_space = {"transforms": [1, 2], "shrinkage": [0.0, 0.1]}  # noqa: RUF012
     _relative: ClassVar[bool]
+    _choices: ClassVar = {"sharing": ("per_class", "conditional"), "space": ("features", "discriminant")}
 
     _: KW_ONLY
     space: Space = "features"
@@ -626,12 +599,13 @@ class FlowDetector(StatefulDetector):
         super().__post_init__()
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must lie in [0, 1), got {self.validation_fraction!r}.")
-        _check_choice("sharing", self.sharing, "per_class", "conditional")
-        _check_choice("space", self.space, "features", "discriminant")
+        for name, choices in self._choices.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
 
     # -- fitting --------------------------------------------------------------------------------------------------
 
-    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]], *, progress: bool) -> Self:  # type: ignore[override]
+    def _fit_batches(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Self:  # type: ignore[override]
         with torch.inference_mode(False), torch.no_grad():
             metric = self.new_moments(sync_on_compute=False)
             rows, labels = [], []
@@ -644,16 +618,16 @@ class FlowDetector(StatefulDetector):
             if self._relative and int((moments.counts > 0).sum()) == 1:
                 warn("a single class is its own background, so the ratio says little. Use FlowLikelihood.")
             z, y = torch.cat(rows), torch.cat(labels)
-            del rows
-            state = self._train(moments, z, y, progress)
+            del rows  # they take as much memory as the flows
+            state = self._train(moments, z, y)
             state["intensity"] = moments.shift.new_tensor(gaussian.shrinkage_intensity(moments, self.shrinkage))
             return self._set_fitted(state, moments.num_classes, moments.num_features)
 
-    def _encode(self, loader: Iterable[Any], progress: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    def _encode(self, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         # all of them are kept until the flows are trained
-        return ((z.cpu(), y.cpu()) for z, y in super()._encode(loader, progress))
+        return ((z.cpu(), y.cpu()) for z, y in super()._encode(loader))
 
-    def _train(self, moments: Moments, z: Tensor, y: Tensor, progress: bool) -> dict[str, Tensor]:
+    def _train(self, moments: Moments, z: Tensor, y: Tensor) -> dict[str, Tensor]:
         state = fit_start(moments, self.shrinkage, self.space)
         labels, points = state["classes"].cpu(), state["points"]
         index = torch.searchsorted(labels, y)
@@ -669,55 +643,43 @@ class FlowDetector(StatefulDetector):
                 everywhere[part] = (u @ state["background_projection"]).to(own)
         plain = counts < MIN_SAMPLES
         if few := labels[plain].tolist():
-            warn(f"classes of fewer than {MIN_SAMPLES} samples keep their Gaussian: {listed(few)}.")
+            warn(f"classes of fewer than {MIN_SAMPLES} samples keep their Gaussian: {few[:8]}.")
         spec = _spec(self.options, points.shape[1])
         if self.sharing == "conditional":
             # a class with a handful of samples must not bend the shared flow
             large = ~plain[index]
-            title = "conditional flow" if progress else None
-            shared = replace(spec, contexts=len(labels))
-            fit = self._train_shared(shared, own[large.to(device)], title, contexts=index[large])
+            fit = self._train_shared(replace(spec, contexts=len(labels)), own[large.to(device)], index[large])
         else:
-            fit = train_flows(spec, own, index, len(labels), self, title="class flows" if progress else None)
-        del own
+            fit = train_flows(spec, own, index, len(labels), self)
         state |= {"counts": counts, "plain": plain, **fit.tensors("class")}
-        self.interrupted = fit.interrupted
         if self.background == "flow":
-            epochs = 0 if fit.interrupted else self.max_epochs
-            fit = self._train_shared(spec, everywhere, "background flow" if progress else None, max_epochs=epochs)
-            state |= fit.tensors("background")
-            self.interrupted |= fit.interrupted
+            state |= self._train_shared(spec, everywhere).tensors("background")
         return {name: tensor.to(device) for name, tensor in state.items()}
 
-    def _train_shared(self, spec: FlowSpec, x: Tensor, title: str | None, **options: Any) -> FlowFit:
+    def _train_shared(self, spec: FlowSpec, x: Tensor, contexts: Tensor | None = None) -> FlowFit:
         """Train one flow on the samples of all classes, in larger batches: thousands of small steps take longer."""
-        size = min(max(self.batch_size, len(x) // 200), 4 * self.batch_size)
-        one = torch.zeros(len(x), dtype=torch.long)
-        return train_flows(spec, x, one, 1, self, batch_size=size, title=title, **options)
+        options = copy(self)
+        options.batch_size = min(max(self.batch_size, len(x) // 200), 4 * self.batch_size)
+        return train_flows(spec, x, torch.zeros(len(x), dtype=torch.long), 1, options, contexts)
 
     # -- scoring --------------------------------------------------------------------------------------------------
 
     def _build_module(self, dtype: torch.dtype) -> nn.Module:
         state, options, gain, background = self._state, self._fitted_options, None, None
         if options.get("background") == "flow":
-            centre = torch.zeros_like(state["points"][:1])
-            background = FlowBank(self._fitted_spec("background"), self._parameters("background", dtype), centre)
+            background = FlowBank(*self._flows("background", dtype), torch.zeros_like(state["points"][:1]))
         elif self._relative:
             # on average over held-out samples; none where nothing was trained
             gain = (state["class_start_loss"] - state["class_loss"]).nan_to_num(0.0)
-        params = self._parameters("class", dtype)
-        classes = FlowBank(self._fitted_spec("class"), params, state["points"], state["plain"], gain)
+        classes = FlowBank(*self._flows("class", dtype), state["points"], state["plain"], gain)
         return FlowScore(state, classes, background, relative=self._relative, normalize=options["normalize"])
 
-    def _parameters(self, role: Role, dtype: torch.dtype = torch.float32) -> Parameters:
-        """Stacked parameters of the flows, under the names of nflows."""
-        prefix = f"{role}_flow."
-        return {name[len(prefix) :]: value.to(dtype) for name, value in self._state.items() if name.startswith(prefix)}
-
-    def _fitted_spec(self, role: Role) -> FlowSpec:
-        """Shape of the fitted flows."""
-        contexts = len(self._state["classes"]) if role == "class" and self._conditional else 0
-        return _spec(self._fitted_options, self._state["points"].shape[1], contexts)
+    def _flows(self, role: Role, dtype: torch.dtype = torch.float32) -> tuple[FlowSpec, Parameters]:
+        """Shape and stacked parameters of the fitted flows, under the names of nflows."""
+        prefix, state = f"{role}_flow.", self._state
+        params = {name.removeprefix(prefix): state[name].to(dtype) for name in state if name.startswith(prefix)}
+        contexts = len(state["classes"]) if role == "class" and self._conditional else 0
+        return _spec(self._fitted_options, state["points"].shape[1], contexts), params
 
     @property
     def _conditional(self) -> bool:
@@ -733,7 +695,8 @@ class FlowDetector(StatefulDetector):
         have samples, as context.
         """
         position = self._position(label)
-        return self._fitted_spec("class").unstack(self._parameters("class"), 0 if self._conditional else position)
+        spec, params = self._flows("class")
+        return spec.unstack(params, 0 if self._conditional else position)
 
     def coordinates(self, z: Tensor, label: int | None = None) -> Tensor:
         """Where the flows act: features in coordinates in which each class has mean zero and unit covariance.
@@ -769,10 +732,9 @@ class FlowDetector(StatefulDetector):
             flows["background"] = ["background"]
         rows: list[dict[str, int | float | str]] = []
         for role, names in flows.items():
-            epochs, start, loss = (self._state[f"{role}_{name}"].tolist() for name in ("epochs", "start_loss", "loss"))
-            for number, name in enumerate(names):
-                row = {"epoch": epochs[number], "gaussian": start[number], "trained": loss[number]}
-                rows.append({"flow": name, **row})
+            columns = (self._state[f"{role}_{name}"].tolist() for name in ("epochs", "start_loss", "loss"))
+            for row in zip(names, *columns, strict=True):
+                rows.append(dict(zip(("flow", "epoch", "gaussian", "trained"), row, strict=True)))
         return rows
 
 
@@ -780,11 +742,6 @@ def _spec(options: Mapping[str, Any], width: int, contexts: int = 0) -> FlowSpec
     hidden = options["hidden_features"]
     hidden = min(max(width, 64), 128) if hidden is None else hidden
     return FlowSpec(width, hidden, options["num_blocks"], options["transforms"], contexts)
-
-
-def _check_choice(name: str, value: object, *allowed: str) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}.")
 
 
 class FlowLikelihood(FlowDetector):
@@ -842,12 +799,9 @@ class RelativeFlow(FlowDetector):
     """
 
     _relative = True
+    _choices: ClassVar = {**FlowDetector._choices, "background": ("flow", "gaussian")}
 
     _: KW_ONLY
     background: Background = "gaussian"
     space: Space = "discriminant"
     sharing: Sharing = "conditional"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_choice("background", self.background, "flow", "gaussian")

@@ -23,9 +23,9 @@ from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from rmd_plugin.detectors import gaussian
-from rmd_plugin.detectors.detectors import RMD_INFO, StatefulDetector, check_integer
+from rmd_plugin.detectors.detectors import RMD_INFO, StatefulDetector
 from rmd_plugin.detectors.gaussian import Coordinates, Shrinkage, buffer, full_precision
-from rmd_plugin.detectors.moments import CHUNK_ROWS, ClassMoments, Gather, Moments, listed, warn, widened
+from rmd_plugin.detectors.moments import CHUNK_ROWS, ClassMoments, Gather, Moments, warn, widened
 
 #: samples that are drawn for the standardisation
 SAMPLE_SIZE = 10_000
@@ -37,6 +37,7 @@ _SMALLEST_LEVERAGE = 1e-2
 _CONSTANT = 1e-12
 #: of the hash: odd numbers without pattern (those of the generator splitmix64)
 _STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SAMPLE = ("keys", "rows", "labels")
 
 
 # -- moments with a sample --------------------------------------------------------------------------------------------
@@ -69,12 +70,12 @@ class SampledMoments(Moments):
             raise ValueError("moments with and without a sample do not add up. Collect both with new_moments().")
         other = other.to(self.device)
         combined = cast(SampledMoments, super()._combine(other, sign))
+        pairs = [(getattr(self, name), getattr(other, name)) for name in _SAMPLE]
         if sign > 0:
-            keys, rows = torch.cat([self.keys, other.keys]), torch.cat([self.rows, other.rows])
-            sample = _smallest(keys, rows, torch.cat([self.labels, other.labels]))
+            sample = _smallest(*map(torch.cat, pairs))
         else:
             stay = self._without(other)
-            sample = {"keys": self.keys[stay], "rows": self.rows[stay], "labels": self.labels[stay]}
+            sample = _smallest(*(own[stay] for own, _ in pairs))
             if len(stay) < min(combined.num_samples, SAMPLE_SIZE) / 2:
                 warn(f"the sample for Z has shrunk to {len(stay)} of {combined.num_samples} samples. Fit again.")
         return replace(combined, **sample)  # type: ignore[arg-type]
@@ -113,7 +114,7 @@ class SampledClassMoments(ClassMoments):
     ) -> None:
         super().__init__(num_classes, num_features, **kwargs)
         self.seed = seed
-        for name in ("keys", "rows", "labels"):
+        for name in _SAMPLE:
             self.add_state(f"sample_{name}", [], dist_reduce_fx="cat")
 
     def _add(self, z: Tensor, y: Tensor) -> None:
@@ -146,7 +147,7 @@ class SampledClassMoments(ClassMoments):
         self._shorten()
 
     def _extend(self, *sample: Tensor) -> None:
-        for name, tensor in zip(("keys", "rows", "labels"), sample, strict=True):
+        for name, tensor in zip(_SAMPLE, sample, strict=True):
             getattr(self, f"sample_{name}").append(tensor)
 
     def _shorten(self) -> None:
@@ -361,7 +362,7 @@ def _standardisation(moments: SampledMoments, parameters: dict[str, Tensor], shr
     counts, several = moments.counts, moments.counts[moments.labels] > 1
     single = (counts == 1).nonzero().flatten().tolist()
     if single:
-        warn(f"{len(single)} classes have one sample and are left out of the standardisation: {listed(single)}.")
+        warn(f"{len(single)} classes have one sample and are left out of the standardisation: {single[:8]}.")
     rows, labels = moments.rows[several], moments.labels[several]
     if len(rows) < 2:
         raise ValueError("FusedRMD needs classes of two samples or more. Use RMD(shrinkage='oas').")
@@ -456,7 +457,6 @@ class FusedRMD(StatefulDetector):
         self.head = self.head if w is None else _linear(w, b)
         if not isinstance(self.head, nn.Linear | None):
             raise TypeError(f"head must be an nn.Linear on the features, got {type(self.head).__name__}.")
-        check_integer("seed", self.seed, 0)
 
     def new_moments(self, num_classes: int | None = None, **kwargs: Any) -> SampledClassMoments:
         """An empty accumulator with this detector's seed (and torchmetrics' options), to ``compute()`` and fit on."""
@@ -465,22 +465,18 @@ class FusedRMD(StatefulDetector):
     def _fit_parameters(self, moments: Moments) -> dict[str, Tensor]:
         if not isinstance(moments, SampledMoments):
             raise ValueError("FusedRMD needs a sample beside the moments. Collect them with new_moments().")
-        width = moments.num_features
         if self.head is None:
-            return fit_fused(moments, torch.zeros(0, width), torch.zeros(0))
-        if self.head.in_features != width:
-            raise ValueError(f"the head takes {self.head.in_features} features, expected {width}.")
+            return fit_fused(moments, torch.zeros(0, moments.num_features), torch.zeros(0))
+        if self.head.in_features != moments.num_features:
+            raise ValueError(f"the head takes {self.head.in_features} features, expected {moments.num_features}.")
         w = self.head.weight.detach()
-        b = w.new_zeros(len(w)) if self.head.bias is None else self.head.bias.detach()
-        if not bool(w.isfinite().all() and b.isfinite().all()):
-            raise ValueError("the head has NaN or infinite weights.")
-        return fit_fused(moments, w, b)
+        return fit_fused(moments, w, w.new_zeros(len(w)) if self.head.bias is None else self.head.bias.detach())
 
     def fit_moments(self, moments: Moments, **background: Any) -> Self:
         """Fit on moments with a sample, collected as :meth:`new_moments` does."""
         super().fit_moments(moments, **background)
         if isinstance(moments, SampledMoments) and not self.keep_moments:
-            self._moments = moments.plain()
+            self.moments = moments.plain()
         return self
 
     def load_state_dict(self, state: dict[str, Any]) -> Self:
@@ -500,11 +496,7 @@ class FusedRMD(StatefulDetector):
 
 
 def _linear(w: Tensor, b: Tensor | None) -> nn.Linear:
-    """A head of given weights."""
-    if not w.is_floating_point() or w.ndim != 2 or (b is not None and b.shape != w.shape[:1]):
-        raise ValueError("expected floating-point w of shape (C, D) and b of shape (C,).")
+    """A head of weights (C, D) and a bias (C,)."""
     head: nn.Linear = skip_init(nn.Linear, w.shape[1], len(w), dtype=w.dtype, device=w.device)
-    with torch.no_grad():
-        head.weight.copy_(w)
-        head.bias.copy_(torch.zeros(len(w)) if b is None else b)
+    head.load_state_dict({"weight": w, "bias": w.new_zeros(len(w)) if b is None else b})  # refuses other shapes
     return head.requires_grad_(False)

@@ -141,14 +141,12 @@ def full_precision(z: Tensor) -> torch.autocast:
 # -- fits -----------------------------------------------------------------------------------------------------------
 
 
-def fit_mahalanobis(moments: Moments, shrinkage: Shrinkage = 0.0, *, eigenvectors: bool = False) -> Parameters:
+def fit_mahalanobis(moments: Moments, shrinkage: Shrinkage = 0.0) -> Parameters:
     """Fit min_k MD_k: one column per eigen-direction of Sigma, by descending variance.
 
-    Where units differ so widely that eigenvectors would lose features, other directions take their place, unless
-    ``eigenvectors`` insists.
+    Where units differ so widely that eigenvectors would lose features, other directions take their place.
     """
-    sigma = shrunk_covariance(moments, shrinkage)
-    return score_parameters(moments, _eigen_whitening(sigma, moments, eigenvectors=eigenvectors))
+    return score_parameters(moments, _eigen_whitening(shrunk_covariance(moments, shrinkage), moments))
 
 
 def fit_partial(moments: Moments, components: int, *, largest: bool = True, shrinkage: Shrinkage = 0.0) -> Parameters:
@@ -230,11 +228,8 @@ def fit_relative_to(moments: Moments, mean: Tensor, covariance: Tensor, shrinkag
     apart = _times(moments.background_mean - mean, projection)
     parameters = score_parameters(moments, projection, _times(class_offsets(moments), projection) + apart, weights)
     # coordinates are as large as the corpus is far: their squares cancel where the nearest class is looked for
-    return parameters | {
-        "shift": mean,
-        "background": covariance,
-        "amplification": parameters["amplification"] + apart.norm(),
-    }
+    size = parameters["amplification"] + apart.norm()
+    return parameters | {"shift": mean, "background": covariance, "amplification": size}
 
 
 def fit_background(moments: Moments, shrinkage: Shrinkage = 0.0) -> tuple[Tensor, Tensor]:
@@ -249,8 +244,8 @@ def fit_background(moments: Moments, shrinkage: Shrinkage = 0.0) -> tuple[Tensor
     correlation = (covariance * scale * scale).diag() if pooled.diagonal else scale[:, None] * covariance * scale
     rank = int(torch.linalg.matrix_rank(correlation, hermitian=True))
     if rank < pooled.num_features:
-        varies = f"the background varies in {rank} of {pooled.num_features} directions"
-        raise ValueError(f"{varies}. Give more background samples, or set shrinkage (for example 'oas').")
+        varies = f"{rank} of {pooled.num_features} directions"
+        raise ValueError(f"the background varies in {varies}: give more samples, or set shrinkage (for example 'oas').")
     return pooled.background_mean, covariance
 
 
@@ -292,10 +287,8 @@ def warn_few_samples(moments: Moments) -> None:
     """Warn where N < 5 D, unless Sigma is singular for this reason: its rank has been told then."""
     few = moments.num_samples < ENOUGH_PER_FEATURE * moments.num_features
     if few and not moments.diagonal and not _singular_by_number(moments):
-        warn(
-            f"{moments.num_samples} samples are few for the covariance of {moments.num_features} features "
-            f"(N < {ENOUGH_PER_FEATURE} D): scores can be poor. Set shrinkage='auto' (or 'oas')."
-        )
+        limit = f"(N < {ENOUGH_PER_FEATURE} D): scores can be poor. Set shrinkage='auto' (or 'oas')."
+        warn(f"{moments.num_samples} samples are few for the covariance of {moments.num_features} features {limit}")
 
 
 def _singular_by_number(moments: Moments) -> bool:
@@ -388,10 +381,10 @@ def _eigen_whitening(sigma: Tensor, moments: Moments, *, eigenvectors: bool = Fa
         projection = sigma.new_zeros(dim, rank)
         projection[alive] = inner
     if rank < dim:
-        few = f" ({moments.num_samples} samples are too few for {dim} features)"
-        reason = few if sigma.ndim == 2 and _singular_by_number(moments) else ""
-        left_out = f"directions without variance are left out{reason}. Set shrinkage (for example 'oas') to keep them"
-        warn(f"the within-class covariance has rank {rank} of {dim}: {left_out}.")
+        too_few = sigma.ndim == 2 and _singular_by_number(moments)
+        reason = f" ({moments.num_samples} samples are too few)" if too_few else ""
+        remedy = "Set shrinkage (for example 'oas') to keep directions without variance, which are left out."
+        warn(f"the within-class covariance has rank {rank} of {dim}{reason}. {remedy}")
     return projection
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any, Self
@@ -46,12 +46,6 @@ class NumericalWarning(UserWarning):
 def warn(message: str) -> None:
     """Warn of a numerical fallback."""
     warnings.warn(message, NumericalWarning, stacklevel=5)
-
-
-def listed(names: Iterable[object]) -> str:
-    """Names for a message, the first eight of them."""
-    names = list(names)
-    return ", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")
 
 
 # -- features and labels --------------------------------------------------------------------------------------------
@@ -243,16 +237,14 @@ class Moments:
         left.sums[left.counts == 0] = 0.0
         freedom = left.num_samples - int((left.counts > 0).sum())
         if freedom < left.num_features and left.num_samples < self.num_samples / 10:
-            few = f"{left.num_samples} of {self.num_samples} samples are left, whose covariance is largely rounding"
-            warn(f"{few}. Fit again on them.")
+            warn(f"{left.num_samples} of {self.num_samples} samples are left, too few for a covariance. Fit again.")
         # around their own mean, so that a stream that moves away from the first samples loses no digits
         return left.with_shift(left.background_mean) if left.num_samples else left
 
     def _combine(self, other: Moments, sign: int) -> Moments:
         for name in ("num_features", "normalized", "diagonal"):
             if getattr(self, name) != getattr(other, name):
-                values = f"{name}={getattr(self, name)} and {name}={getattr(other, name)}"
-                raise ValueError(f"moments with {values} do not add up. Collect both alike.")
+                raise ValueError(f"moments of different {name} do not add up. Collect both alike.")
         classes = max(self.num_classes, other.num_classes)
         # empty moments have no shift of their own: take the other's
         shift = self.shift if self.num_samples else other.shift
@@ -286,14 +278,9 @@ class Moments:
         """The same moments with only the diagonal of the second moment."""
         return self if self.diagonal else replace(self, second=self.second.diagonal().clone())
 
-    @classmethod
-    def names(cls) -> list[str]:
-        """Names of the tensors."""
-        return [field.name for field in fields(cls) if field.name != "normalized"]
-
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name."""
-        return {name: getattr(self, name) for name in self.names()}
+        return {name: value for name, value in vars(self).items() if name != "normalized"}
 
     def save(self, path: Path) -> None:
         """Write the moments to a safetensors file that :meth:`load` reads."""
@@ -363,8 +350,6 @@ class ClassMoments(Metric):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if any(size is not None and size < 1 for size in (num_classes, num_features)):
-            raise ValueError(f"sizes must be positive, or None to infer them, got {num_classes} and {num_features}.")
         self.num_classes = num_classes
         self.num_features = num_features
         self.diagonal = diagonal
@@ -374,8 +359,8 @@ class ClassMoments(Metric):
         shapes["second"] = (width,) if diagonal else (width, width)
         for name, shape in shapes.items():
             # float64: with feature mean 100 a float32 covariance is off in the third digit
-            # _sync_dist makes the shift equal on all ranks before the states are gathered
-            reduction = _first if name == "shift" else "sum"
+            # _sync_dist makes the shift equal on all ranks before the states are gathered: the largest is any of them
+            reduction = "max" if name == "shift" else "sum"
             self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx=reduction)
 
     def update(self, features: Tensor, labels: Tensor) -> None:
@@ -504,7 +489,3 @@ class ClassMoments(Metric):
         self._computed = self._forward_cache = None
         # follow a parent module to another device, but stay float64 when it is cast to half precision
         return super()._apply(lambda t: t.to(fn(t.new_empty(0)).device), exclude_state)
-
-
-def _first(stacked: Tensor) -> Tensor:
-    return stacked[0]

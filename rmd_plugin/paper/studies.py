@@ -19,7 +19,6 @@ from torch import Tensor
 
 from rmd_plugin import RMD, FlowLikelihood, Mahalanobis, MarginalMahalanobis, Moments, RelativeFlow
 from rmd_plugin.compare.rows import ACCURACY, AUROC, auroc, make_row, make_rows, select
-from rmd_plugin.detectors.detectors import raise_if_interrupted
 from rmd_plugin.paper.published import NOT_RUN, TABLES, TEXT
 from rmd_plugin.report.tables import label
 
@@ -339,7 +338,6 @@ def flow_study(runs: Sequence[Run], options: Mapping[str, Any]) -> StudyResult:
         }
         for name, (metric, detector) in detectors.items():
             detector.fit_features(run.train, run.train_labels)
-            raise_if_interrupted(detector)
             area, scores = run.rate(detector)
             result.add_auroc(run, name, area, metric)
             result.add_arrays(f"{run.label}//{name}", scores)

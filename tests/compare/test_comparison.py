@@ -245,20 +245,6 @@ def test_after_ctrl_c_there_is_what_was_done():
     assert len(seen) == 1
 
 
-class EndsEarly(RMD):
-    """Takes Ctrl-C as a wish to end its training, as flows do."""
-
-    def fit_features(self, z, y):
-        self.interrupted = True
-        return super().fit_features(z, y)
-
-
-def test_ctrl_c_in_a_fit_that_takes_it_as_its_own_stops_the_comparison_too():
-    result = run({"md": Mahalanobis, "ends": EndsEarly, "rmd": RMD})
-    assert result.interrupted
-    assert list(result.scores) == ["md"]
-
-
 def test_without_validation_data_the_training_data_fit_and_nothing_is_decided():
     class Without(Tiny):
         def load(self):

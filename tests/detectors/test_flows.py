@@ -255,26 +255,6 @@ def test_a_seed_repeats_the_fit_and_another_does_not(blobs):
 
 
 @pytest.mark.slow
-def test_relative_flow_finds_what_only_a_curved_density_can_tell_apart():
-    (z, y), (fresh, _), (torn, labels) = arcs(600), arcs(400, seed=1), arcs(400, seed=2)
-    for label in (0, 1):  # the same two features, each as before, but no longer on an arc
-        rows = (labels == label).nonzero().flatten()
-        torn[rows, 1] = torn[rows.roll(7), 1]
-
-    def auroc(detector):
-        detector.fit_features(z, y)
-        return oracle.auroc(detector.predict_features(fresh), detector.predict_features(torn))
-
-    options = {"hidden_features": 32, "lr": 1e-2, "max_epochs": 20, "progress": False}
-    assert auroc(RMD()) < 0.55
-    assert auroc(Mahalanobis()) < 0.55
-    relative = RelativeFlow(**options, **PAPER)
-    assert auroc(relative) > 0.75
-    assert auroc(FlowLikelihood(**options)) > 0.68
-    assert all(row["trained"] < row["gaussian"] - 0.2 for row in relative.training_report())
-
-
-@pytest.mark.slow
 def test_heavy_tails_of_the_classes_do_not_make_far_samples_look_in_distribution():
     y = torch.arange(3000) % 3
     generator = torch.Generator().manual_seed(0)
@@ -300,7 +280,7 @@ def test_a_tiny_class_falls_back_to_its_gaussian_and_is_told(sharing, blobs):
     z, y, x = blobs
     rows = torch.cat([(y != 2).nonzero().flatten(), (y == 2).nonzero().flatten()[:7]])
     options = QUICK | {"sharing": sharing}
-    with pytest.warns(NumericalWarning, match="fewer than 8 samples.*: 2"):
+    with pytest.warns(NumericalWarning, match="fewer than 8 samples.*: .2"):
         detector = FlowLikelihood(**options).fit_features(z[rows], y[rows])
     with pytest.warns(NumericalWarning, match="fewer than 8 samples"):
         start = FlowLikelihood(**(options | {"max_epochs": 0})).fit_features(z[rows], y[rows])
@@ -311,7 +291,7 @@ def test_a_tiny_class_falls_back_to_its_gaussian_and_is_told(sharing, blobs):
 
 def test_a_class_without_a_sample_has_no_flow(blobs):
     z, y, _ = blobs
-    with pytest.warns(NumericalWarning, match="never nearest: 2, 5"):
+    with pytest.warns(NumericalWarning, match="never nearest: .2, 5"):
         detector = RelativeFlow(**QUICK).fit_features(z, torch.tensor([0, 1, 3, 4, 6])[y])
     detector.class_flow(6)
     with pytest.raises(ValueError, match="class 2"):
@@ -325,32 +305,6 @@ def test_divergence_goes_back_to_the_gaussian_with_a_warning(blobs):
         diverged = FlowLikelihood(**options).fit_features(z, y)
     start = FlowLikelihood(**(options | {"max_epochs": 0})).fit_features(z, y)
     torch.testing.assert_close(diverged.predict_features(x), start.predict_features(x))
-
-
-@pytest.mark.parametrize("when", [1, 9])
-def test_an_interrupt_leaves_a_detector_that_scores(when, blobs, monkeypatch):
-    z, y, x = blobs
-    step, calls = torch.optim.AdamW.step, []
-
-    def interrupted(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == when:
-            raise KeyboardInterrupt
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
-    with pytest.warns(UserWarning, match="interrupted"):
-        detector = RelativeFlow(**(QUICK | PAPER | {"max_epochs": 50})).fit_features(z, y)
-    assert detector.interrupted
-    scores = detector.predict_features(x)
-    assert bool(scores.isfinite().all())
-    last = detector.training_report()[-1]
-    assert (last["flow"], last["epoch"]) == ("background", 0)  # its turn did not come
-    if when == 1:
-        start = RelativeFlow(**(QUICK | PAPER | {"max_epochs": 0})).fit_features(z, y)
-        assert torch.equal(scores, start.predict_features(x))
-    monkeypatch.undo()
-    assert not detector.fit_features(z, y).interrupted
 
 
 @pytest.mark.parametrize(
@@ -373,7 +327,6 @@ def test_the_bar_is_an_option_and_needs_a_terminal(blobs, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     detector.fit([(z.float(), y)])
     shown = capsys.readouterr().err
-    assert all(part in shown for part in ("fit RelativeFlow", "class flows", "background flow", "epoch=3", "val="))
+    assert all(part in shown for part in ("train 5 flows", "train 1 flows", "epoch=3", "val="))
     RelativeFlow(**QUICK).fit_features(z, y)
-    RMD(nn.Identity()).fit([(z, y)])
     assert capsys.readouterr().err == ""
