@@ -164,10 +164,10 @@ def config_path(part: str = "") -> str:
     return str(checkout)
 
 
-def config_root() -> Any:
+def config_root() -> Path:
     """The folder of the configs."""
     place = config_path()
-    return files(place.removeprefix("pkg://")) if place.startswith("pkg://") else Path(place)
+    return Path(str(files(place.removeprefix("pkg://")))) if place.startswith("pkg://") else Path(place)
 
 
 def parse_yaml(text: str) -> Any:

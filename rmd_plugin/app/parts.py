@@ -44,12 +44,9 @@ def make_benchmark(cfg: DictConfig, **changes: Any) -> OODBenchmark:
     wanted = getattr(get_class(cfg.backbone._target_), "encoding", None)
     if wanted is not None and "encoding" in node:
         node = OmegaConf.merge(node, {"encoding": wanted})
-    try:
-        # partial: Hydra would read into the objects
-        benchmark = build(node, _partial_=True)(**changes) if changes else build(node)
-        return as_benchmark(benchmark, seed=cfg.seed)
-    except TypeError as error:
-        raise ValueError(f"benchmark={cfg.names.benchmark}: {error}") from error
+    # partial: Hydra would read into the objects
+    benchmark = build(node, _partial_=True)(**changes) if changes else build(node)
+    return as_benchmark(benchmark, seed=cfg.seed)
 
 
 def make_backbone(cfg: DictConfig, benchmark: OODBenchmark) -> Backbone:
@@ -117,15 +114,9 @@ def make_detectors(cfg: DictConfig) -> dict[str, Factory]:
 
 def make_extractor(cfg: DictConfig, benchmark: OODBenchmark, backbone: Backbone, device: torch.device) -> Extractor:
     """The benchmark behind the backbone, with the cache of the config."""
-    return Extractor(
-        benchmark,
-        backbone,
-        cache=None if cfg.cache_dir is None else FeatureCache(cfg.cache_dir),
-        batch_size=cfg.batch_size,
-        num_workers=cfg.num_workers,
-        device=device,
-        progress=bool(cfg.get("progress", True)),
-    )
+    options = {name: cfg[name] for name in ("batch_size", "num_workers", "progress") if name in cfg}
+    cache = None if cfg.cache_dir is None else FeatureCache(cfg.cache_dir)
+    return Extractor(benchmark, backbone, cache=cache, device=device, **options)
 
 
 def run_names(cfg: DictConfig) -> tuple[str, str]:
@@ -148,11 +139,8 @@ def build(node: DictConfig, **changes: Any) -> Any:
         return instantiate(node, **changes)
     except InstantiationException as wrapper:
         cause = wrapper.__cause__
-        if cause is None:
-            raise
-        if isinstance(cause, TypeError):  # a value of the wrong type, or an option that there is not
-            raise ValueError(f"{node._target_} cannot be made of its options: {cause}.") from cause
-        raise cause from None
+        # what is wrong with the options themselves Hydra says best
+        raise wrapper if cause is None or isinstance(cause, TypeError) else cause from None
 
 
 def choose_device(wanted: str) -> torch.device:

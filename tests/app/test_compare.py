@@ -239,7 +239,8 @@ def test_variants_and_models_are_part_of_the_names():
 )
 def test_a_mistake_is_one_clear_line_and_the_folder_says_failed(arguments, complaint, run):
     folder, err = run("detector=[rmd]", *arguments, code=1)
-    (line,) = err.strip().splitlines()
+    line = err.strip().splitlines()[-1]  # before it Hydra says of which job
+    assert "Traceback" not in err
     assert line.startswith("rmd-compare: ")
     assert complaint in line
     status = folder.read_status()

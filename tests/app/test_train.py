@@ -140,7 +140,7 @@ def test_two_stages_in_one_command(tmp_path, data_dir):
         "pretrain.max_epochs=1", "backbone.width=16", "backbone.depth=1", "backbone.heads=2", "limit_train=200",
         "limit_test=50", *TINY, "trainer.max_epochs=1", f"paths.data_dir={data_dir}", "hydra.run.dir=out",
     )  # fmt: skip
-    assert (tmp_path / "out/pretrained/done.ckpt").is_file()
+    assert (tmp_path / "out/pretrained/last.ckpt").is_file()
     assert RunFolder(tmp_path / "out").done
 
 
