@@ -45,14 +45,10 @@ def replacing(path: str | os.PathLike[str], mode: str = "w", *, newline: str | N
     """Open a file for writing that takes the place of ``path`` when the block ends without an error.
 
     A reader sees the old file or the new one, never a part; an error or a kill leaves the old one. The folder must
-    exist; the mode is ``"w"`` for text (UTF-8) or ``"wb"`` for bytes. Pipes and devices are written to directly.
+    exist; the mode is ``"w"`` for text (UTF-8) or ``"wb"`` for bytes.
     """
     path = Path(os.path.realpath(path))  # a link stays a link
     encoding = None if "b" in mode else "utf-8"
-    if path.exists() and not path.is_file() and not path.is_dir():  # a device or pipe, of which there is but the one
-        with open(path, mode, newline=newline, encoding=encoding) as file:
-            yield file
-        return
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with name_file_in_errors(path), open(aside, mode, newline=newline, encoding=encoding) as file:

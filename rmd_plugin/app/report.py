@@ -33,11 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"rmd-report: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    if not files:
-        for run in summary.runs:
-            print(f"rmd-report: {run.path}: {run.reason}.", file=sys.stderr)
-        print(f"rmd-report: no runs below {', '.join(map(str, folders))}.", file=sys.stderr)
-    return 0 if files else 1
+    if files:
+        return 0
+    reasons = [f"{run.path}: {run.reason}." for run in summary.runs]
+    print("\n".join(["rmd-report: there are no runs.", *reasons]), file=sys.stderr)
+    return 1
 
 
 def report_runs(folders: Sequence[Path], output: Path, *, metric: str, reference: str) -> tuple[Summary, list[Path]]:
