@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 Folder = str | os.PathLike[str]
 Paths = Folder | Sequence[Folder]
 Columns = str | Sequence[str]
+Accumulator = tuple[ClassMoments, type[Moments]]
 OnBad = Literal["raise", "skip"]
 Fitted = TypeVar("Fitted", bound=Detector)
 Result = TypeVar("Result")
@@ -204,7 +205,7 @@ def check_on_moments(kind: type) -> None:
 # -- what a worker does with a file -----------------------------------------------------------------------------------
 
 
-def _accumulator(detector: Detector) -> tuple[ClassMoments, type[Moments]]:
+def _accumulator(detector: Detector) -> Accumulator:
     """An empty accumulator for a detector, and the class of the moments that it computes."""
     inner: Any = bare(detector)
     check_on_moments(type(inner))
@@ -212,11 +213,7 @@ def _accumulator(detector: Detector) -> tuple[ClassMoments, type[Moments]]:
 
 
 def _state_of(
-    accumulator: tuple[ClassMoments, type[Moments]],
-    features: Columns,
-    labels: str,
-    folder: Folder | None,
-    file: TableFile,
+    accumulator: Accumulator, features: Columns, labels: str, folder: Folder | None, file: TableFile
 ) -> Moments | None:
     """The moments of a file, or those that a run before has kept in a folder."""
     metric, kind = copy.deepcopy(accumulator)
@@ -383,6 +380,9 @@ def _check_files(paths: Paths, features: Columns, labels: str | None, on_bad: On
             option = "labels" if missing[0] == labels else "features"
             have = ", ".join(schema.names)
             raise ValueError(f"{file.path}: there is no column {missing[0]!r} in {have}. Name it by {option}=.")
+        kind = schema.field(_columns(features, labels)[0]).type
+        if isinstance(features, str) and not hasattr(getattr(kind, "storage_type", kind), "value_field"):
+            raise ValueError(f"{file.path}: column {features!r} is {kind}; lists of numbers are expected.")
     if not schemas:
         raise ValueError(f"none of the {len(files)} files can be read.")
     return [file for file, _ in schemas]

@@ -303,7 +303,7 @@ def test_a_sweep_reports_once_and_trouble_with_it_never_fails_the_sweep(sweep, m
     with caplog.at_level(logging.WARNING):
         callback = ReportCallback(reference="msp")
         callback.on_multirun_start(config)
-        callback.on_multirun_end(config)
+        callback.report()
     ((path, options),) = calls
     assert (path, options) == (sweep[0], {"metric": "AUROC", "reference": "msp"})
     assert "disk full" in caplog.text
