@@ -92,9 +92,10 @@ def evaluate(cfg: DictConfig, extractor: Extractor, folder: RunFolder, *, remark
     if cfg.figures and scores:
         folder.file("figures").mkdir(parents=True, exist_ok=True)
         title = ", ".join(rows.loc[0, ["benchmark", "backbone"]])
-        draw = {"roc": figures.roc_figure, "histograms": figures.histogram_figure}
-        for name, make_figure in (draw | {"calibration": figures.calibration_figure}).items():
-            if (figure := make_figure(scores, rows, title=title)) is not None:
+        drawings: dict[str, Any] = {"roc": figures.roc_figure, "histograms": figures.histogram_figure}
+        drawings["calibration"] = figures.calibration_figure
+        for name, draw in drawings.items():
+            if (figure := draw(scores, rows, title=title)) is not None:
                 figures.save_figure(figure, folder.file("figures") / name)
     tables.print_tables(shown)
     _keep_detectors(result, folder)

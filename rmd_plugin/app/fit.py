@@ -126,10 +126,11 @@ def calibrate_by_folds(cfg: DictConfig, extractor: Extractor, result: Comparison
     test = scorer.predict_features(extractor.features(TEST).features)
     for split in (TEST, *extractor.distance):
         features = extractor.features(split).features
-        flagged, about = float(detector.is_ood_features(features).float().mean()), {}
+        flagged = float(detector.is_ood_features(features).float().mean())
+        about: dict[str, Any] = {}
         if split == TEST:
             about["reason"] = "calibrated by folds of the training samples, without the classifier"
-            values = {at_level(FALSE_ALARMS, cfg.alpha): flagged}
+            values: dict[str, Any] = {at_level(FALSE_ALARMS, cfg.alpha): flagged}
         else:
             about["distance"] = extractor.distance[split]
             values = compare_scores(test, scorer.predict_features(features))
@@ -149,10 +150,8 @@ def train_moments(cfg: DictConfig, factory: Factory) -> Moments:
     node = cfg.benchmark
     for group, kind in (("benchmark", Embeddings), ("backbone", Identity)):
         if not issubclass(get_class(cfg[group]._target_), kind):
-            raise ValueError(
-                f"engine= reads tables of features: benchmark=embeddings with backbone=identity, got {group}="
-                f"{cfg.names[group]}. Leave engine= out."
-            )
+            names = "benchmark=embeddings with backbone=identity"
+            raise ValueError(f"engine= reads tables of features, {names}, not {group}={cfg.names[group]}.")
     check_on_moments(detector_class(factory) or type(factory))
     detector = build(factory, NetworkParts(seed=cfg.seed)).detector
     in_memory = {
@@ -175,14 +174,12 @@ def train_moments(cfg: DictConfig, factory: Factory) -> Moments:
 
 def _wants_onnx(wanted: object) -> bool:
     """Whether to write ``model.onnx``: as the config says, or with ``auto`` if the packages are there."""
-    if wanted not in (True, False, "auto"):
-        raise ValueError(f"onnx must be true, false or auto, got {wanted!r}.")
     try:
         if wanted:
             require_onnx()
         return bool(wanted)
     except ImportError as error:
-        if wanted is True:
+        if wanted != "auto":
             raise
         log.warning("model.onnx is left out: %s.", error)
         return False
@@ -226,7 +223,7 @@ def make_guard(extractor: Extractor, result: Comparison, name: str) -> Guard:
         "AUROC of the OOD set ": select(rows, metric=AUROC, status="ok"),
         "flagged of the OOD set ": select(rows, metric=at_level(DETECTED, detector.alpha)),
     }
-    metrics = {"accuracy on the validation data": float(right.float().mean())}
+    metrics: dict[str, float | None] = {"accuracy on the validation data": float(right.float().mean())}
     for words, part in measured.items():
         metrics |= {f"{words}{row.ood}": row.value if row.status == "ok" else None for row in part.itertuples()}
     about = {

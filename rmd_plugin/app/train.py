@@ -8,9 +8,8 @@ import random
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -26,9 +25,8 @@ from omegaconf import DictConfig, read_write
 from pytorch_lightning.callbacks import Callback, Checkpoint, ModelCheckpoint, ProgressBar
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities import rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from rmd_plugin.app import parts
@@ -362,7 +360,7 @@ class Classifier(pl.LightningModule):
 
     Args:
         backbone: network with a head, ``backbone(x) -> logits``.
-        optimizer: makes the optimizer from the parameters that may learn.
+        optimizer: makes the optimizer from the parameters that may learn; by default AdamW.
         scheduler: makes a learning-rate scheduler from the optimizer.
         interval: whether the scheduler steps once per ``"epoch"`` or per ``"step"``.
 
@@ -371,12 +369,7 @@ class Classifier(pl.LightningModule):
     """
 
     def __init__(
-        self,
-        backbone: Backbone,
-        *,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = partial(torch.optim.AdamW, lr=1e-3),  # noqa: B008
-        scheduler: Callable[[Optimizer], Any] | None = None,
-        interval: str = "epoch",
+        self, backbone: Backbone, *, optimizer: Any = torch.optim.AdamW, scheduler: Any = None, interval: str = "epoch"
     ) -> None:
         super().__init__()
         if backbone.head is None:
