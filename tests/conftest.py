@@ -120,7 +120,7 @@ def command(tmp_path, monkeypatch, capsys):
 
     def call(name, *words, flags=(), code=0, quiet=True):
         silent = ["hydra/job_logging=none", "hydra/hydra_logging=none"] if quiet else []
-        ended = config_kit.call(getattr(commands, name), monkeypatch, f"rmd-{name}", *flags, *silent, *words)
+        ended = config_kit.call(getattr(commands, name), monkeypatch, f"rmd-{name}", *flags, *words, *silent)
         printed = capsys.readouterr()
         assert ended == code, printed.err
         return printed.err if code else printed.out
