@@ -127,18 +127,14 @@ def calibrate_by_folds(cfg: DictConfig, extractor: Extractor, result: Comparison
     for split in (TEST, *extractor.distance):
         features = extractor.features(split).features
         flagged = float(detector.is_ood_features(features).float().mean())
-        about: dict[str, Any] = {}
-        if split == TEST:
-            about["reason"] = "calibrated by folds of the training samples, without the classifier"
-            values: dict[str, Any] = {at_level(FALSE_ALARMS, cfg.alpha): flagged}
-        else:
-            about["distance"] = extractor.distance[split]
-            values = compare_scores(test, scorer.predict_features(features))
-            values |= {at_level(DETECTED, cfg.alpha): flagged}
+        values: dict[str, Any] = {at_level(FALSE_ALARMS, cfg.alpha): flagged}
+        about: dict[str, Any] = {"reason": "calibrated by folds of the training samples, without the classifier"}
+        if split != TEST:
+            values = {at_level(DETECTED, cfg.alpha): flagged, **compare_scores(test, scorer.predict_features(features))}
+            about = {"distance": extractor.distance[split]}
+        ood = "" if split == TEST else split
         for metric, value in values.items():
-            ood = "" if split == TEST else split
-            row = make_row(names[0], ood, names[1], name, cfg.seed, metric, float(value), **about)
-            result.records.append(row)
+            result.records.append(make_row(names[0], ood, names[1], name, cfg.seed, metric, float(value), **about))
 
 
 def train_moments(cfg: DictConfig, factory: Factory) -> Moments:
