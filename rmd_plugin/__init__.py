@@ -9,29 +9,20 @@ from rmd_plugin.lazy import lazy_names
 
 __version__ = "0.2.0"
 
-# public name -> module that defines it
-_EXPORTS = {
-    "RMD": "detectors.detectors",
-    "Calibrated": "detectors.conformal",
-    "CalibrationScores": "detectors.conformal",
-    "ClassMoments": "detectors.moments",
-    "DriftAlarm": "detectors.drift",
-    "FlowLikelihood": "detectors.flows",
-    "FusedRMD": "detectors.fused",
-    "Guard": "guard.guard",
-    "Mahalanobis": "detectors.detectors",
-    "MarginalMahalanobis": "detectors.detectors",
-    "Moments": "detectors.moments",
-    "NumericalWarning": "detectors.moments",
-    "OODMonitor": "monitor.callback",
-    "OODScores": "compare.metrics",
-    "PartialMahalanobis": "detectors.detectors",
-    "RelativeFlow": "detectors.flows",
-    "fit_table": "tables",
-    "load_detector": "detectors.detectors",
-    "score_table": "tables",
-    "table_state": "tables",
+# module -> the public names that it defines
+_MODULES = {
+    "compare.metrics": "OODScores",
+    "detectors.conformal": "Calibrated CalibrationScores",
+    "detectors.detectors": "RMD Mahalanobis MarginalMahalanobis PartialMahalanobis load_detector",
+    "detectors.drift": "DriftAlarm",
+    "detectors.flows": "FlowLikelihood RelativeFlow",
+    "detectors.fused": "FusedRMD",
+    "detectors.moments": "ClassMoments Moments NumericalWarning",
+    "guard.guard": "Guard",
+    "monitor.callback": "OODMonitor",
+    "tables": "fit_table score_table table_state",
 }
+_EXPORTS = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [*_EXPORTS, "__version__"]
 

@@ -23,21 +23,14 @@ _PICTURE_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 
 
 class DataFormatError(ValueError):
-    """A file is damaged, or not what its name promises.
+    """A file is damaged, or not what its name promises: its path, and what was expected and what came."""
 
-    Args:
-        path: the file.
-        reason: what was expected and what came.
-        offset: position of the fault in bytes, if known.
-    """
+    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
+        super().__init__(path, reason)  # data loader workers send errors by pickle, which calls it with these
+        self.path, self.reason = path, reason
 
-    def __init__(self, path: str | os.PathLike[str], reason: str, offset: int | None = None) -> None:
-        super().__init__(f"{path}{'' if offset is None else f' at byte {offset}'}: {reason}")
-        self.path, self.reason, self.offset = path, reason, offset
-
-    def __reduce__(self) -> tuple[type[DataFormatError], tuple[str | os.PathLike[str], str, int | None]]:
-        # the default would rebuild it from the message alone; data loader workers send errors by pickle
-        return type(self), (self.path, self.reason, self.offset)
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
 
 
 @contextmanager
@@ -45,14 +38,10 @@ def replacing(path: str | os.PathLike[str], mode: str = "w", *, newline: str | N
     """Open a file for writing that takes the place of ``path`` when the block ends without an error.
 
     A reader sees the old file or the new one, never a part; an error or a kill leaves the old one. The folder must
-    exist; the mode is ``"w"`` for text (UTF-8) or ``"wb"`` for bytes. Pipes and devices are written to directly.
+    exist; the mode is ``"w"`` for text (UTF-8) or ``"wb"`` for bytes.
     """
     path = Path(os.path.realpath(path))  # a link stays a link
     encoding = None if "b" in mode else "utf-8"
-    if path.exists() and not path.is_file() and not path.is_dir():  # a device or pipe, of which there is but the one
-        with open(path, mode, newline=newline, encoding=encoding) as file:
-            yield file
-        return
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with name_file_in_errors(path), open(aside, mode, newline=newline, encoding=encoding) as file:
@@ -158,16 +147,13 @@ def config_path(part: str = "") -> str:
     """Search path of the configs, or of a folder of them: in ``rmd_plugin.conf``, else in the checkout's ``conf``."""
     if find_spec("rmd_plugin.conf") is not None:
         return f"pkg://rmd_plugin.conf{'.' + part if part else ''}"
-    checkout = Path(__file__).resolve().parents[1] / "conf" / part
-    if not checkout.is_dir():
-        raise FileNotFoundError(f"the configs of rmd-plugin are neither installed nor in {checkout}: install it again.")
-    return str(checkout)
+    return str(Path(__file__).resolve().parents[1] / "conf" / part)
 
 
-def config_root() -> Any:
+def config_root() -> Path:
     """The folder of the configs."""
     place = config_path()
-    return files(place.removeprefix("pkg://")) if place.startswith("pkg://") else Path(place)
+    return Path(str(files(place.removeprefix("pkg://")))) if place.startswith("pkg://") else Path(place)
 
 
 def parse_yaml(text: str) -> Any:
@@ -187,12 +173,11 @@ def detector_options(choice: str) -> dict[str, dict[str, Any]]:
         >>> detector_options("msp")
         {'msp': {'_target_': 'pytorch_ood.detector.MaxSoftmax', 't': 1.0}}
     """
-    folder = config_root().joinpath("detector")
-    file = folder.joinpath(f"{choice}.yaml")
-    if not file.is_file():
-        names = sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+    folder = config_root() / "detector"
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if choice not in names:
         near = get_close_matches(choice, names) or names
         raise ValueError(f"there is no detector {choice!r}. Did you mean {', '.join(near)}?")
-    content = parse_yaml(file.read_text(encoding="utf-8"))
+    content = parse_yaml((folder / f"{choice}.yaml").read_text(encoding="utf-8"))
     parts = {name: options for part in content.pop("defaults", []) for name, options in detector_options(part).items()}
     return parts | content

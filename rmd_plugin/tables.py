@@ -11,14 +11,13 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import joblib  # type: ignore[import-untyped]
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
-import pyarrow.csv  # type: ignore[import-untyped]
 import pyarrow.dataset as ds  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import torch
@@ -35,7 +34,10 @@ from rmd_plugin.files import replacing, require
 
 log = logging.getLogger(__name__)
 
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Folder = str | os.PathLike[str]
+Paths = Folder | Sequence[Folder]
+Columns = str | Sequence[str]
+Accumulator = tuple[ClassMoments, type[Moments]]
 OnBad = Literal["raise", "skip"]
 Fitted = TypeVar("Fitted", bound=Detector)
 Result = TypeVar("Result")
@@ -49,13 +51,13 @@ _SOURCE = b"rmd_plugin.scores_of"
 def fit_table(
     detector: Fitted,
     paths: Paths,
-    features: str | Sequence[str] = "embedding",
+    features: Columns = "embedding",
     labels: str = "label",
     engine: str = "local",
     *,
     workers: int | None = None,
     on_bad: OnBad = "raise",
-    state_dir: str | os.PathLike[str] | None = None,
+    state_dir: Folder | None = None,
 ) -> Fitted:
     """Fit a detector on Parquet, Arrow or CSV files, in constant memory per worker.
 
@@ -94,11 +96,11 @@ def fit_table(
 
 
 def table_moments(
-    detector: Detector, paths: Paths, features: str | Sequence[str], labels: str, engine: str = "local",
-    workers: int | None = None, on_bad: OnBad = "raise", state_dir: str | os.PathLike[str] | None = None,
+    detector: Detector, paths: Paths, features: Columns, labels: str, engine: str = "local",
+    workers: int | None = None, on_bad: OnBad = "raise", state_dir: Folder | None = None,
 ) -> Moments:  # fmt: skip
     """The moments of all files, on which a detector is fitted; options and errors are those of :func:`fit_table`."""
-    work = partial(_state_of, *_accumulator(detector), features, labels, state_dir)
+    work = partial(_state_of, _accumulator(detector), features, labels, state_dir)
     files = _check_files(paths, features, labels, on_bad)
     total = None
     for file, moments in _run(work, files, on_bad, engine, workers):
@@ -112,7 +114,7 @@ def table_moments(
 
 
 def table_state(
-    detector: Detector, path: str, features: str | Sequence[str] = "embedding", labels: str = "label"
+    detector: Detector, path: str, features: Columns = "embedding", labels: str = "label"
 ) -> Moments | None:
     """The moments of one file, on which a detector is fitted; None if it has no row with a label >= 0.
 
@@ -134,14 +136,14 @@ def table_state(
         2
     """
     (file,) = _check_files(path, features, labels, "raise")
-    return _state_of(*_accumulator(detector), features, labels, None, file)
+    return _state_of(_accumulator(detector), features, labels, None, file)
 
 
 def score_table(
     detector: Detector,
     paths: Paths,
-    out: str | os.PathLike[str],
-    features: str | Sequence[str] = "embedding",
+    out: Folder,
+    features: Columns = "embedding",
     engine: str = "local",
     *,
     workers: int | None = None,
@@ -203,7 +205,7 @@ def check_on_moments(kind: type) -> None:
 # -- what a worker does with a file -----------------------------------------------------------------------------------
 
 
-def _accumulator(detector: Detector) -> tuple[ClassMoments, type[Moments]]:
+def _accumulator(detector: Detector) -> Accumulator:
     """An empty accumulator for a detector, and the class of the moments that it computes."""
     inner: Any = bare(detector)
     check_on_moments(type(inner))
@@ -211,36 +213,28 @@ def _accumulator(detector: Detector) -> tuple[ClassMoments, type[Moments]]:
 
 
 def _state_of(
-    empty: ClassMoments,
-    kind: type[Moments],
-    features: str | Sequence[str],
-    labels: str,
-    state_dir: str | os.PathLike[str] | None,
-    file: TableFile,
+    accumulator: Accumulator, features: Columns, labels: str, folder: Folder | None, file: TableFile
 ) -> Moments | None:
-    """The moments of a file, or those that a run before has kept."""
-    options = [getattr(empty, name, None) for name in ("normalize", "diagonal", "seed")]
-    state_path = os.path.join(
-        state_dir or "", f"{joblib.hash((file, features, labels, kind.__name__, options))}.safetensors"
-    )
-    if state_dir is not None and os.path.exists(state_path):
+    """The moments of a file, or those that a run before has kept in a folder."""
+    metric, kind = copy.deepcopy(accumulator)
+    options = [getattr(metric, name, None) for name in ("normalize", "diagonal", "seed")]
+    source = joblib.hash((file, features, labels, kind.__name__, options))
+    path = None if folder is None else os.path.join(folder, f"{source}.safetensors")
+    if path is not None and os.path.exists(path):
         try:
-            return kind.load(state_path)
+            return kind.load(path)
         except ValueError as error:
             log.warning("a state is computed again: %s", error)
-    metric = copy.deepcopy(empty)
     for z, y in _read(file, features, labels):
         metric.update(z, y)
     moments = metric.compute() if bool(metric.counts.any()) else None
-    if state_dir is not None and moments is not None:
-        os.makedirs(state_dir, exist_ok=True)
-        moments.save(state_path)
+    if path is not None and moments is not None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        moments.save(path)
     return moments
 
 
-def _score_file(
-    state: dict[str, Any], digest: str, width: int, features: str | Sequence[str], out: str, file: TableFile
-) -> str:
+def _score_file(state: dict[str, Any], digest: str, width: int, features: Columns, out: str, file: TableFile) -> str:
     """Write the scores of a file, unless that was done before; returns where they are."""
     target = f"{out}/{file.name.removesuffix('.parquet')}.parquet"
     source = joblib.hash((file, features, digest)).encode()
@@ -269,17 +263,16 @@ def _scored_from(target: str) -> bytes | None:
     if not system.exists(path):
         return None
     source = None
-    try:
-        with system.open(path) as stream, pq.ParquetFile(stream, page_checksum_verification=True) as file:
-            source = (file.schema_arrow.metadata or {}).get(_SOURCE)
-            for _ in file.iter_batches() if source else ():
+    with suppress(pa.ArrowException, OSError), system.open(path) as stream:
+        file = pq.ParquetFile(stream, page_checksum_verification=True)
+        source = (file.schema_arrow.metadata or {}).get(_SOURCE)
+        if source is not None:
+            for _ in file.iter_batches():
                 pass
-            damaged = False
-    except (pa.ArrowException, OSError):
-        damaged = True
+            return bytes(source)
     if source is None:
         raise FileExistsError(errno.EEXIST, "was not written by score_table: remove it or change out", target)
-    return None if damaged else bytes(source)
+    return None
 
 
 def _run(
@@ -378,27 +371,24 @@ def _writing(path: str) -> Iterator[Any]:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _check_files(paths: Paths, features: str | Sequence[str], labels: str | None, on_bad: OnBad) -> list[TableFile]:
+def _check_files(paths: Paths, features: Columns, labels: str | None, on_bad: OnBad) -> list[TableFile]:
     """The files that can be opened, all of them with the columns."""
     files = list_files(paths)
     schemas = list(_run(lambda file: _fragment(file).physical_schema, files, on_bad, "threads", 16))
     for file, schema in schemas:
-        columns = _columns(features, labels)
-        if missing := [name for name in columns if name not in schema.names]:
+        if missing := [name for name in _columns(features, labels) if name not in schema.names]:
             option = "labels" if missing[0] == labels else "features"
             have = ", ".join(schema.names)
             raise ValueError(f"{file.path}: there is no column {missing[0]!r} in {have}. Name it by {option}=.")
-        kind = schema.field(columns[0]).type
+        kind = schema.field(_columns(features, labels)[0]).type
         if isinstance(features, str) and not hasattr(getattr(kind, "storage_type", kind), "value_field"):
             raise ValueError(f"{file.path}: column {features!r} is {kind}; lists of numbers are expected.")
-        if labels is not None and not pa.types.is_integer(kind := schema.field(labels).type):
-            raise ValueError(f"{file.path}: column {labels!r} is {kind}; labels are integers, 0 to K - 1.")
     if not schemas:
         raise ValueError(f"none of the {len(files)} files can be read.")
     return [file for file, _ in schemas]
 
 
-def _columns(features: str | Sequence[str], labels: str | None) -> list[str]:
+def _columns(features: Columns, labels: str | None) -> list[str]:
     return [*([features] if isinstance(features, str) else features), *([] if labels is None else [labels])]
 
 
@@ -409,26 +399,19 @@ def _fragment(file: TableFile) -> ds.Fragment:
 
 
 def _batches(file: TableFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """Some columns of a file in batches. A scanner of pyarrow.dataset would hold the whole file."""
+    """Some columns of a file in batches."""
     fragment = _fragment(file)
-    with fragment.open() as stream:
-        if fragment.format.default_extname == "parquet":
-            # by pages: a row group may be as large as the file
-            with pq.ParquetFile(
-                stream, pre_buffer=False, buffer_size=4 << 20, page_checksum_verification=True
-            ) as table:
-                yield from table.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False)
-        elif fragment.format.default_extname == "csv":
-            yield from (batch.select(columns) for batch in pa.csv.open_csv(stream))
-        else:
-            reader = pa.ipc.open_file(stream)
-            for number in range(reader.num_record_batches):
-                batch = reader.get_batch(number).select(columns)
-                yield from (batch.slice(start, _BATCH_ROWS) for start in range(0, len(batch), _BATCH_ROWS))
+    if fragment.format.default_extname != "parquet":
+        yield from fragment.to_batches(columns=columns, batch_size=_BATCH_ROWS, batch_readahead=1, use_threads=False)
+        return
+    # by pages: a row group, which a scanner would hold, may be as large as the file
+    options = {"pre_buffer": False, "buffer_size": 4 << 20, "page_checksum_verification": True}
+    with fragment.open() as stream, pq.ParquetFile(stream, **options) as table:
+        yield from table.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False)
 
 
 def _read(
-    file: TableFile, features: str | Sequence[str], labels: str | None, width: int | None = None
+    file: TableFile, features: Columns, labels: str | None, width: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Features (B, D) in the type of the file, and labels (B,) if there are any; the tensors must not be written to."""
     start = 0
@@ -445,9 +428,8 @@ def _read(
                 raise ValueError(f"row {start + row} of column {features!r} is not a list of {width} numbers.")
             z = torch.from_dlpack(numbers).view(len(batch), width)
         else:
-            z = torch.stack(
-                [torch.from_dlpack(column.cast(pa.float64())) for column in batch.columns[: len(features)]], 1
-            )
+            columns = [column.cast(pa.float64()) for column in batch.columns[: len(features)]]
+            z = torch.stack([torch.from_dlpack(column) for column in columns], 1)
         y = torch.empty(0) if labels is None else torch.from_dlpack(batch.column(labels).cast(pa.int64()))
         yield z if z.is_floating_point() else z.float(), y
         start += len(batch)

@@ -106,3 +106,23 @@ def server(tmp_path):
     web.shutdown()
     web.server_close()
     thread.join()
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Runs a command in this process, in a folder of its own; what it printed, with another exit code its error."""
+    import config_kit
+
+    from rmd_plugin.app import commands
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RMD_CACHE_DIR", str(tmp_path / "cache"))
+
+    def call(name, *words, flags=(), code=0, quiet=True):
+        silent = ["hydra/job_logging=none", "hydra/hydra_logging=none"] if quiet else []
+        ended = config_kit.call(getattr(commands, name), monkeypatch, f"rmd-{name}", *flags, *words, *silent)
+        printed = capsys.readouterr()
+        assert ended == code, printed.err
+        return printed.err if code else printed.out
+
+    return call

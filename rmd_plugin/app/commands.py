@@ -5,13 +5,12 @@ A mistake in the options or in a data file is told before torch is imported, and
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,11 +20,9 @@ from typing import Any
 
 import hydra
 from hydra._internal.hydra import Hydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -39,12 +36,8 @@ _FULL_ERROR = os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
 _LONGEST = 150
 #: what is watched during training if the config does not say: of the first all that are chosen, else one of the second
 _WATCHED = (("rmd", "mahalanobis", "fused"), ("msp", "energy", "max_logit", "knn", "marginal", "partial"))
-#: plugins of Hydra: the word that chooses one, its module, and the extra and package that bring it
-_PLUGINS = {
-    "hydra/launcher=joblib": ("hydra_joblib_launcher", "sweep", "hydra-joblib-launcher"),
-    "hydra/launcher=submitit": ("hydra_submitit_launcher", "sweep", "hydra-submitit-launcher"),
-    "hydra/sweeper=optuna": ("hydra_optuna_sweeper", "optuna", "hydra-optuna-sweeper"),
-}
+#: what is left to do when a command ends, however it ends
+_AT_END: list[Callable[[], None]] = []
 
 
 # -- what the configs ask for -----------------------------------------------------------------------------------------
@@ -52,15 +45,9 @@ _PLUGINS = {
 
 def prepare_hydra() -> str:
     """Make our resolvers and shared configs known to Hydra; the search path of the configs, for ``hydra.main``."""
-    resolvers: dict[str, Callable[..., Any]] = {
-        "watched": watched_by_default,
-        "monitored": monitored,
-        "job_folder": job_folder,
-        "choices": choices,
-        "options": options,
-    }
-    for name, resolver in resolvers.items():
-        OmegaConf.register_new_resolver(f"rmd_{name}", resolver, replace=True)
+    resolvers = (watched, monitored, job_folder, choices, options, terminal)
+    for resolver in resolvers:
+        OmegaConf.register_new_resolver(f"rmd_{resolver.__name__}", resolver, replace=True)
     if not _is_installed("hydra_plugins.rmd_plugin"):  # a checkout that is not installed: Hydra does not find it itself
         from hydra.core.plugins import Plugins
 
@@ -77,42 +64,40 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _config_folders() -> list[Any]:
+def _config_folders() -> list[Path]:
     """The folders of the configs: ours, and the ``--config-dir`` of this command, if it has one."""
     words = [part for word in sys.argv for part in word.split("=", 1)]
     users = [Path(folder) for flag, folder in pairwise(words) if flag in ("--config-dir", "-cd")]
-    return [config_root(), config_root().joinpath("shared"), *users]
-
-
-def group_choices(group: str) -> list[str]:
-    """Names of the configs of a group, those of folders below it as ``folder/name``; hidden ones start with ``_``."""
-    names: list[str] = []
-    for root in _config_folders():
-        folder = root.joinpath(*group.split("/"))
-        for item in folder.iterdir() if folder.is_dir() else ():
-            if item.name.endswith(".yaml") and not item.name.startswith("_"):
-                names.append(item.name.removesuffix(".yaml"))
-            elif item.is_dir() and not item.name.startswith("_"):
-                names += [f"{item.name}/{name}" for name in group_choices(f"{group}/{item.name}")]
-    return sorted(set(names))
+    return [config_root(), config_root() / "shared", *users]
 
 
 def choices(*groups: str) -> str:
     """The configs of some groups, a line each: Hydra's own list has those of the other commands too."""
-    return "\n".join(f"{group}: {', '.join(group_choices(group))}" for group in groups)
+    lines = []
+    for group in groups:
+        folders = [folder / group for folder in _config_folders()]
+        files = {file.relative_to(folder).with_suffix("") for folder in folders for file in folder.rglob("*.yaml")}
+        names = sorted(file.as_posix() for file in files if not any(part.startswith("_") for part in file.parts))
+        lines.append(f"{group}: {', '.join(names)}")
+    return "\n".join(lines)
 
 
 def options(name: str) -> str:
     """The options of a command or choice as they stand in its YAML, with the comments, which Hydra's own help drops."""
-    files = [root.joinpath(f"{name}.yaml") for root in _config_folders()]
+    files = [folder / f"{name}.yaml" for folder in _config_folders()]
     text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
     after_defaults = re.split(r"^defaults:\n(?:  .*\n)+", text, maxsplit=1, flags=re.MULTILINE)[-1]
     shown = re.sub(r"^names:.*\Z", "", after_defaults, flags=re.MULTILINE | re.DOTALL).strip()
     return shown.replace("$", "$$")  # Hydra fills in $CONFIG afterwards, and takes any other dollar for a mistake
 
 
-def watched_by_default(detectors: Container[str]) -> list[str]:
-    """Names of the chosen detectors that are watched during training."""
+def terminal() -> bool:
+    """Whether there is somebody to look at a progress bar."""
+    return sys.stderr.isatty()
+
+
+def watched(detectors: Sequence[str]) -> list[str]:
+    """Names of the chosen detectors that are watched during training by default."""
     usual, others = ([name for name in names if name in detectors] for names in _WATCHED)
     return usual or others[:1]
 
@@ -124,12 +109,8 @@ def monitored(detectors: DictConfig, names: Sequence[str] | None) -> DictConfig:
         ValueError: if a name is not among the chosen detectors.
     """
     if missing := [str(name) for name in names or () if name not in detectors]:
-        raise ValueError(
-            f"monitor names {', '.join(missing)}, which detector= does not choose. "
-            f"Chosen are: {', '.join(map(str, detectors))}."
-        )
-    nodes = {str(name): {**detectors[name], "_partial_": True} for name in names or ()}
-    return OmegaConf.create(nodes)
+        raise ValueError(f"monitor names {missing[0]}, but detector= chooses {', '.join(map(str, detectors))}.")
+    return OmegaConf.create({str(name): {**detectors[name], "_partial_": True} for name in names or ()})
 
 
 def job_folder(overrides: str) -> str:
@@ -171,23 +152,15 @@ class ReportCallback(Callback):
     """
 
     def __init__(self, metric: str = "AUROC", reference: str = "rmd") -> None:
-        self.metric, self.reference = metric, reference
-        self._folder, self._started = Path(), 0
+        self.options = {"metric": metric, "reference": reference}
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Remember folder and time, and report at exit: Hydra calls no end if a job failed or the sweep was stopped."""
-        self._folder = Path(os.path.abspath(config.hydra.sweep.dir))
-        self._folder.mkdir(parents=True, exist_ok=True)
+        """Remember folder and time, and report later: Hydra calls no end if a job failed or the sweep was stopped."""
+        self.folder = Path(os.path.abspath(config.hydra.sweep.dir))
+        self.folder.mkdir(parents=True, exist_ok=True)
         # the clock of the folder's file system: jobs may run on other machines, and others may be there from before
-        stamp = self._folder / ".started"
-        stamp.write_text(f"{os.getpid()}\n", encoding="utf-8")
-        self._started = stamp.stat().st_mtime_ns
-        atexit.register(self._report)
-
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Report on all jobs."""
-        atexit.unregister(self._report)
-        self._report()
+        (self.folder / ".started").write_text(f"{os.getpid()}\n", encoding="utf-8")
+        _AT_END.append(self.report)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Write why a job failed, if it failed before it could do so itself."""
@@ -200,16 +173,15 @@ class ReportCallback(Callback):
             # the property of this name raises the job's error instead of returning it
             folder.finish("failed", describe_error(job_return._return_value))
 
-    def _report(self) -> None:
-        if not self._folder.is_dir():
-            return
-        # folders of this sweep's jobs, those that were finished before too: Hydra notes its overrides in every one
-        notes = {note.parents[1]: note.stat().st_mtime_ns for note in self._folder.rglob(".hydra/overrides.yaml")}
-        jobs = sorted((job for job, when in notes.items() if when >= self._started), key=notes.__getitem__)
+    def report(self) -> None:
+        """Summarise the jobs of this sweep, those that were finished before too: Hydra notes its overrides in each."""
         try:
             from rmd_plugin.app.report import report_runs
 
-            report_runs(jobs if notes else [self._folder], self._folder, metric=self.metric, reference=self.reference)
+            started = (self.folder / ".started").stat().st_mtime_ns
+            notes = self.folder.rglob(".hydra/overrides.yaml")
+            jobs = sorted(note.parents[1] for note in notes if note.stat().st_mtime_ns >= started)
+            report_runs(jobs or [self.folder], self.folder, **self.options)
         except Exception as problem:
             log.warning("The sweep could not be summarised: %s", explain(problem))
 
@@ -238,8 +210,6 @@ def check_required(cfg: DictConfig) -> None:
 def take_run(cfg: DictConfig) -> None:
     """Take over data, network and weights of the finished ``rmd-train`` or ``rmd-compare`` that ``run=`` names."""
     run = Path(cfg.run)
-    if not (run / "config.yaml").is_file():
-        raise ValueError(f"run={run} is no folder of a run: there is no config.yaml in it.")
     config: Any = OmegaConf.load(run / "config.yaml")
     weights = run / "checkpoints" / f"{config.get('weights', 'best')}.ckpt"
     with open_dict(cfg):
@@ -255,11 +225,10 @@ def _command(name: str) -> Callable[[], None]:
 
     @hydra.main(version_base="1.3", config_path=CONF, config_name=name)
     def job(cfg: DictConfig) -> Any:
-        with one_clear_error(f"rmd-{name}", job=True):
-            if cfg.get("run") is not None:
-                take_run(cfg)
-            check_required(cfg)
-            return getattr(import_module(f"rmd_plugin.app.{name}"), name)(cfg)
+        if cfg.get("run") is not None:
+            take_run(cfg)
+        check_required(cfg)
+        return getattr(import_module(f"rmd_plugin.app.{name}"), name)(cfg)
 
     return lambda: run_command(job, f"rmd-{name}")
 
@@ -279,27 +248,35 @@ def run_command(main: Callable[[], object], name: str) -> None:
         sys.path.append(os.getcwd())  # benchmarks, backbones and callbacks of the user's own, as for python script.py
     if "hydra/sweeper=optuna" in sys.argv and not any(word.startswith("hydra.sweeper.direction=") for word in sys.argv):
         sys.argv.append("hydra.sweeper.direction=maximize")  # Optuna minimises; objective= is an accuracy or an AUROC
-    with one_clear_error(name):
-        for word in sys.argv:
-            for choice, (module, extra, package) in _PLUGINS.items():
-                if word.startswith(choice) and not _is_installed(f"hydra_plugins.{module}"):
-                    raise missing_extra(package, extra, needed_by=word)
-        os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # or Hydra would print its own lines and end the program
-        # of no use in our help, where it takes half of the time
-        Hydra.format_config_groups = lambda *_, **__: ""  # type: ignore[method-assign]
-        try:
+    # of no use in our help, where it takes half of the time
+    Hydra.format_config_groups = lambda *_, **__: ""  # type: ignore[method-assign]
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # or Hydra would print its own lines and end the program
+    try:
+        with one_clear_error(name):
+            _check_plugins()
             main()
-        finally:
-            if not _FULL_ERROR:
-                os.environ.pop("HYDRA_FULL_ERROR", None)
+    finally:
+        if not _FULL_ERROR:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+        while _AT_END:
+            _AT_END.pop()()
+
+
+def _check_plugins() -> None:
+    """Name the extra of a launcher or sweeper that is chosen and not installed."""
+    for word in sys.argv:
+        if plugin := re.match("hydra/(launcher|sweeper)=(joblib|submitit|optuna)", word):
+            package, extra = f"hydra-{plugin[2]}-{plugin[1]}", "optuna" if plugin[2] == "optuna" else "sweep"
+            if not _is_installed(f"hydra_plugins.{package.replace('-', '_')}"):
+                raise missing_extra(package, extra, needed_by=word)
 
 
 @contextmanager
-def one_clear_error(name: str, *, job: bool = False) -> Iterator[None]:
+def one_clear_error(name: str) -> Iterator[None]:
     """End the command with one sentence where options, data, weights or the disk are at fault.
 
     Errors of other kinds are faults of the program and keep their traceback, as does everything under
-    ``HYDRA_FULL_ERROR=1``. An error of a job of a sweep goes to Hydra, which runs the other jobs first.
+    ``HYDRA_FULL_ERROR=1``.
     """
     try:
         yield
@@ -309,8 +286,7 @@ def one_clear_error(name: str, *, job: bool = False) -> Iterator[None]:
         kinds = (HydraException, OmegaConfBaseException, OSError, ValueError, ImportError)
         # by name: --help does not import Lightning
         expected = isinstance(error, kinds) or type(error).__name__ == "MisconfigurationException"
-        sweep = job and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-        if not expected or _FULL_ERROR or sweep:
+        if _FULL_ERROR or not expected:
             raise
         print(f"{name}: {explain(error)}", file=sys.stderr)
         sys.exit(1)

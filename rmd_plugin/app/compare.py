@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,35 +14,15 @@ import safetensors.torch
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig
 
+from rmd_plugin.app import parts
 from rmd_plugin.app.commands import repeatable
-from rmd_plugin.app.parts import (
-    choose_device,
-    make_backbone,
-    make_benchmark,
-    make_detectors,
-    make_extractor,
-    run_names,
-    say_preprocessing,
-    untrained_remark,
-)
 from rmd_plugin.compare import comparison
 from rmd_plugin.compare.comparison import Comparison
 from rmd_plugin.compare.features import Extractor
 from rmd_plugin.detectors.conformal import Calibrated
-from rmd_plugin.detectors.moments import write_state
 from rmd_plugin.files import replacing
+from rmd_plugin.report import tables
 from rmd_plugin.report.run import DETECTORS, HEAD, RunFolder, current_command
-from rmd_plugin.report.tables import (
-    advice,
-    choose,
-    comparison_tables,
-    decision_tables,
-    openood_tables,
-    print_tables,
-    to_html,
-    to_latex,
-    to_markdown,
-)
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +34,12 @@ def compare(cfg: DictConfig) -> None:
     with run_folder(cfg, "compare") as folder:
         # all generators: an untrained backbone, of the user's own too, starts the same every time
         pl.seed_everything(cfg.seed, workers=True, verbose=False)
-        device = choose_device(str(cfg.device))
-        benchmark = make_benchmark(cfg)
-        backbone = make_backbone(cfg, benchmark)
-        folder.note(preprocessing=say_preprocessing(cfg, backbone, benchmark))
-        extractor = make_extractor(cfg, benchmark, backbone, device)
-        result = evaluate(cfg, extractor, folder, remark=untrained_remark(cfg, backbone))
-        if result.interrupted:
+        device = parts.choose_device(str(cfg.device))
+        benchmark = parts.make_benchmark(cfg)
+        backbone = parts.make_backbone(cfg, benchmark)
+        folder.note(preprocessing=parts.say_preprocessing(cfg, backbone, benchmark))
+        extractor = parts.make_extractor(cfg, benchmark, backbone, device)
+        if evaluate(cfg, extractor, folder, remark=parts.untrained_remark(cfg, backbone)).interrupted:
             raise KeyboardInterrupt
 
 
@@ -72,7 +52,7 @@ def run_folder(cfg: DictConfig, command: str, typed: str | None = None) -> Itera
     """
     # some detectors tell how their fit went; the table has what counts
     logging.getLogger("pytorch_ood").setLevel(logging.WARNING)
-    folder, (benchmark, backbone) = RunFolder(cfg.paths.output_dir), run_names(cfg)
+    folder, (benchmark, backbone) = RunFolder(cfg.paths.output_dir), parts.run_names(cfg)
     about: dict[str, str | int] = {"benchmark": benchmark, "backbone": backbone, "seed": int(cfg.seed)}
     folder.path.mkdir(parents=True, exist_ok=True)
     try:
@@ -86,44 +66,46 @@ def run_folder(cfg: DictConfig, command: str, typed: str | None = None) -> Itera
 
 def compare_detectors(cfg: DictConfig, extractor: Extractor, **options: Any) -> Comparison:
     """:func:`rmd_plugin.compare.comparison.compare` with the detectors and options of a config."""
-    benchmark, backbone = run_names(cfg)
+    benchmark, backbone = parts.run_names(cfg)
     options |= {"seed": cfg.seed, "head": cfg.head, "alpha": cfg.alpha}
-    return comparison.compare(extractor, make_detectors(cfg), benchmark=benchmark, backbone=backbone, **options)
+    return comparison.compare(extractor, parts.make_detectors(cfg), benchmark=benchmark, backbone=backbone, **options)
 
 
 def evaluate(cfg: DictConfig, extractor: Extractor, folder: RunFolder, *, remark: str = "") -> Comparison:
     """Compare the detectors of a config; write and show the results. The remark is for the accuracy's row."""
     options = {"remark": remark, "after_each": lambda so_far: folder.write_rows(so_far.rows)}
     result = compare_detectors(cfg, extractor, resamples=cfg.resamples, **options)
-    folder.write_rows(result.rows)
-    folder.write_scores(result.scores)
-    tables = comparison_tables(result.rows) + decision_tables(result.rows)
-    for name, render in (("table.md", to_markdown), ("table.tex", to_latex), ("table.html", to_html)):
-        with replacing(folder.file(name)) as file:
-            file.write("\n".join(map(render, tables)))
+    rows, scores = result.rows, result.scores
+    folder.write_rows(rows)
+    folder.write_scores(scores)
+    shown = tables.comparison_tables(rows) + tables.decision_tables(rows)
+    for ending, render in (("md", tables.to_markdown), ("tex", tables.to_latex), ("html", tables.to_html)):
+        with replacing(folder.file(f"table.{ending}")) as file:
+            file.write("\n".join(map(render, shown)))
     if cfg.get("format") == "openood":
         folder.file("openood").mkdir(parents=True, exist_ok=True)
-        for name, table in openood_tables(result.rows).items():
+        for name, table in tables.openood_tables(rows).items():
             with replacing(folder.file("openood") / f"{name}.csv", newline="") as file:
                 table.to_csv(file, float_format="%.2f", lineterminator="\n")
-    if cfg.figures and result.scores:
-        _draw(result, folder)
-    print_tables(tables)
+    from rmd_plugin.report import figures, page  # import matplotlib
+
+    if cfg.figures and scores:
+        folder.file("figures").mkdir(parents=True, exist_ok=True)
+        title = ", ".join(rows.loc[0, ["benchmark", "backbone"]])
+        drawings: dict[str, Any] = {"roc": figures.roc_figure, "histograms": figures.histogram_figure}
+        drawings["calibration"] = figures.calibration_figure
+        for name, draw in drawings.items():
+            if (figure := draw(scores, rows, title=title)) is not None:
+                figures.save_figure(figure, folder.file("figures") / name)
+    tables.print_tables(shown)
     _keep_detectors(result, folder)
-    _report(extractor, result, folder)
-    return result
-
-
-def _report(extractor: Extractor, result: Comparison, folder: RunFolder) -> None:
-    """Write the page about the run, and what it shows beside the numbers."""
-    from rmd_plugin.report.page import collect_samples, write_report  # imports matplotlib
-
-    if samples := collect_samples(result.rows, result.scores, extractor.raw):
+    if samples := page.collect_samples(rows, scores, extractor.raw):
         folder.write_samples(samples)
-    report = write_report(folder)
-    if len(result.scores) > 1 and (words := advice(choose(result.rows, result.scores))):
+    report = page.write_report(folder)
+    if len(scores) > 1 and (words := tables.advice(tables.choose(rows, scores))):
         print(*words)
     print(f"Report: {report}")
+    return result
 
 
 def _keep_detectors(result: Comparison, folder: RunFolder) -> None:
@@ -131,38 +113,20 @@ def _keep_detectors(result: Comparison, folder: RunFolder) -> None:
 
     The head that those on logits were fed by stands beside them.
     """
-    for old in folder.file(DETECTORS).glob("*.safetensors"):  # of a run before
-        old.unlink()
+    shutil.rmtree(folder.file(DETECTORS), ignore_errors=True)  # of a run before
+    folder.file(DETECTORS).mkdir()
     if result.classifier is not None:
         with replacing(folder.file(HEAD), "wb") as file:
             file.write(safetensors.torch.save({k: v.contiguous() for k, v in result.classifier.state_dict().items()}))
     lost = []
     for name, detector in result.detectors.items():
-        path = folder.file(DETECTORS) / (re.sub(r"[^\w.-]+", "_", name) + ".safetensors")
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            state = detector.state_dict()
-            Calibrated.from_state(state)  # refuses a file that could not be read again
-            write_state(path, state)
+            Calibrated.from_state(detector.state_dict())  # refuses what could not be read again
+            detector.save(folder.file(DETECTORS) / (re.sub(r"[^\w.-]+", "_", name) + ".safetensors"))
         except Exception as error:  # the numbers are what the run was for
             lost.append(f"{name} ({str(error).rstrip('.')})")
     if lost:
         log.info("%s/ does not hold: %s.", DETECTORS, ", ".join(lost))
-
-
-def _draw(result: Comparison, folder: RunFolder) -> None:
-    from rmd_plugin.report import figures  # imports matplotlib, and not every run draws
-
-    folder.file("figures").mkdir(parents=True, exist_ok=True)
-    rows, title = result.rows, ", ".join(result.rows.loc[0, ["benchmark", "backbone"]])
-    drawn = {
-        "roc": figures.roc_figure(result.scores, rows, title=title),
-        "histograms": figures.histogram_figure(result.scores, rows, title=title),
-        "calibration": figures.calibration_figure(result.scores, rows, title=title),
-    }
-    for name, figure in drawn.items():
-        if figure is not None:
-            figures.save_figure(figure, folder.file("figures") / name)
 
 
 if __name__ == "__main__":

@@ -6,24 +6,14 @@ import logging
 from pathlib import Path
 from typing import Any, cast
 
-import pandas as pd  # type: ignore[import-untyped]
 import pytorch_lightning as pl
 import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig
 from torch import Tensor
 
+from rmd_plugin.app import parts
 from rmd_plugin.app.compare import compare_detectors
-from rmd_plugin.app.parts import (
-    choose_device,
-    make_backbone,
-    make_benchmark,
-    make_detectors,
-    make_extractor,
-    run_names,
-    say_preprocessing,
-    untrained_remark,
-)
 from rmd_plugin.backbones.base import Backbone
 from rmd_plugin.backbones.small import Identity
 from rmd_plugin.backbones.transforms import ImageProcessor, ImageTransform, Tokenise
@@ -51,20 +41,19 @@ def fit(cfg: DictConfig) -> Guard:
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
     logging.getLogger("pytorch_ood").setLevel(logging.WARNING)
     # all that can be wrong with the options is said before the data are read
-    detectors = make_detectors(cfg)
+    detectors = parts.make_detectors(cfg)
     if len(detectors) != 1:
         raise ValueError(f"a guard has one detector, got {', '.join(detectors)}. For example detector=fused.")
     out = Path(cfg.out)
     check_target(out)
     onnx = _wants_onnx(cfg.onnx)
     moments = {} if cfg.engine is None else {"moments": train_moments(cfg, *detectors.values())}
-    benchmark, by_folds = _with_enough_to_calibrate(cfg, make_benchmark(cfg, **moments), moments)
-    backbone = make_backbone(cfg, benchmark)
-    preprocessing = say_preprocessing(cfg, backbone, benchmark)
+    benchmark, by_folds = _with_enough_to_calibrate(cfg, parts.make_benchmark(cfg, **moments), moments)
+    backbone = parts.make_backbone(cfg, benchmark)
+    preprocessing = parts.say_preprocessing(cfg, backbone, benchmark)
     _prepare_as_deployed(backbone, benchmark)
-    extractor = make_extractor(cfg, benchmark, backbone, choose_device(str(cfg.device)))
-    remark = untrained_remark(cfg, backbone)
-    if remark:
+    extractor = parts.make_extractor(cfg, benchmark, backbone, parts.choose_device(str(cfg.device)))
+    if remark := parts.untrained_remark(cfg, backbone):
         log.warning("%s: a guard of it is of little use.", remark[0].upper() + remark[1:])
     result = compare_detectors(cfg, extractor, resamples=0, remark=remark)
     if result.interrupted:
@@ -72,8 +61,6 @@ def fit(cfg: DictConfig) -> Guard:
     if by_folds:
         calibrate_by_folds(cfg, extractor, result, *detectors.items())
     guard = make_guard(extractor, result, next(iter(detectors)))
-    if onnx:
-        guard.to_module()  # a detector that cannot be exported is refused before anything is written
     guard.about |= {"command": current_command("rmd-fit"), "seed": cfg.seed, "preprocessing_in_words": preprocessing}
     guard.save(out, onnx=onnx)
     print_tables(comparison_tables(result.rows) + decision_tables(result.rows))
@@ -90,14 +77,13 @@ def _with_enough_to_calibrate(
         ValueError: if that is not possible either, with the number of samples that are missing.
     """
     needed, count, share = required_samples(cfg.alpha), len(benchmark.val_set()), cfg.benchmark.get("val_fraction")
-    if count < needed and share:
-        # a sample more for each class, whose shares are rounded
-        wider = share * (needed + benchmark.num_classes) / count
-        if wider <= 0.5:
-            words = "benchmark.val_fraction=%.3g in place of %g: alpha=%g needs %d held-out samples, there were %d."
-            log.warning(words, wider, share, cfg.alpha, needed, count)
-            benchmark = make_benchmark(cfg, val_fraction=wider, **moments)
-            count = len(benchmark.val_set())
+    # a sample more for each class, whose shares are rounded
+    wider = (share or 1) * (needed + benchmark.num_classes) / max(count, 1)
+    if count < needed and share and wider <= 0.5:
+        words = "benchmark.val_fraction=%.3g in place of %g: alpha=%g needs %d held-out samples, there were %d."
+        log.warning(words, wider, share, cfg.alpha, needed, count)
+        benchmark = parts.make_benchmark(cfg, val_fraction=wider, **moments)
+        count = len(benchmark.val_set())
     if count >= needed:
         return benchmark, False
     total = count + len(benchmark.fit_set())
@@ -128,30 +114,26 @@ def calibrate_by_folds(cfg: DictConfig, extractor: Extractor, result: Comparison
     name, factory = named
     samples = [extractor.features(split) for split in (TRAIN, VAL)]
     z, y = torch.cat([part.features for part in samples]), torch.cat([part.labels for part in samples])
-    parts = NetworkParts(feature_dim=z.shape[1], num_classes=extractor.benchmark.num_classes, seed=cfg.seed)
+    network = NetworkParts(feature_dim=z.shape[1], num_classes=extractor.benchmark.num_classes, seed=cfg.seed)
     try:
-        detector = Calibrated(build(factory, parts).detector, cfg.alpha).fit_calibrate_features(z, y, seed=cfg.seed)
+        detector = Calibrated(build(factory, network).detector, cfg.alpha).fit_calibrate_features(z, y, seed=cfg.seed)
     except (NotSupported, TypeError) as error:
         raise ValueError(f"there are too few held-out samples, and {name} cannot do without: {error}") from error
-    benchmark, backbone = run_names(cfg)
-    features = {split: extractor.features(split).features for split in (TEST, *extractor.distance)}
-    scorer: Any = bare(detector)
-    scores = {split: scorer.predict_features(values) for split, values in features.items()}
-    result.records = [row for row in result.records if row["detector"] != name]
-    for split, values in features.items():
-        distance: Any = extractor.distance.get(split, "")
-        metrics = {at_level(DETECTED, cfg.alpha): float(detector.is_ood_features(values).float().mean())}
-        if split == TEST:
-            metrics = {at_level(FALSE_ALARMS, cfg.alpha): metrics.popitem()[1]}
-        else:
-            metrics |= {metric: float(value) for metric, value in compare_scores(scores[TEST], scores[split]).items()}
-        ood = "" if split == TEST else split
-        reason = "calibrated by folds of the training samples, without the classifier" if split == TEST else ""
-        result.records += [
-            make_row(benchmark, ood, backbone, name, cfg.seed, metric, value, distance=distance, reason=reason)
-            for metric, value in metrics.items()
-        ]
     result.detectors[name] = detector
+    result.records = [row for row in result.records if row["detector"] != name]
+    names, scorer = parts.run_names(cfg), cast(Any, bare(detector))
+    test = scorer.predict_features(extractor.features(TEST).features)
+    for split in (TEST, *extractor.distance):
+        features = extractor.features(split).features
+        flagged = float(detector.is_ood_features(features).float().mean())
+        values: dict[str, Any] = {at_level(FALSE_ALARMS, cfg.alpha): flagged}
+        about: dict[str, Any] = {"reason": "calibrated by folds of the training samples, without the classifier"}
+        if split != TEST:
+            values = {at_level(DETECTED, cfg.alpha): flagged, **compare_scores(test, scorer.predict_features(features))}
+            about = {"distance": extractor.distance[split]}
+        ood = "" if split == TEST else split
+        for metric, value in values.items():
+            result.records.append(make_row(names[0], ood, names[1], name, cfg.seed, metric, float(value), **about))
 
 
 def train_moments(cfg: DictConfig, factory: Factory) -> Moments:
@@ -163,10 +145,8 @@ def train_moments(cfg: DictConfig, factory: Factory) -> Moments:
     node = cfg.benchmark
     for group, kind in (("benchmark", Embeddings), ("backbone", Identity)):
         if not issubclass(get_class(cfg[group]._target_), kind):
-            raise ValueError(
-                f"engine= reads tables of features: benchmark=embeddings with backbone=identity, got {group}="
-                f"{cfg.names[group]}. Leave engine= out."
-            )
+            names = "benchmark=embeddings with backbone=identity"
+            raise ValueError(f"engine= reads tables of features, {names}, not {group}={cfg.names[group]}.")
     check_on_moments(detector_class(factory) or type(factory))
     detector = build(factory, NetworkParts(seed=cfg.seed)).detector
     in_memory = {
@@ -179,33 +159,25 @@ def train_moments(cfg: DictConfig, factory: Factory) -> Moments:
         raise ValueError(f"{wrong[0]} needs the training rows in memory, of which engine= keeps the moments alone.")
     path = find_path(node.path, node.data_dir, "file or folder of embeddings")
     tables = vector_files(path, node.labels, node.split)
-    if not {TRAIN, VAL, TEST} <= tables.keys():
-        raise ValueError(
-            f"{path}: engine= needs a table for each split, train, val and test, a folder of Parquet files or one file "
-            f"each; there are {', '.join(tables) or 'none of them'}."
-        )
+    if missing := {TRAIN, VAL, TEST} - tables.keys():
+        raise ValueError(f"{path}: engine= needs a table for each split; there is none for {', '.join(missing)}.")
     moments = table_moments(detector, tables[TRAIN], node.features, node.labels, cfg.engine, cfg.num_workers or None)
-    if missing := (moments.counts == 0).nonzero().flatten().tolist():
-        raise ValueError(
-            f"{tables[TRAIN]} has no row of class {missing[0]}; with engine= the labels are numbers 0 to K - 1. "
-            "Renumber them, or leave engine= out."
-        )
+    if empty := (moments.counts == 0).nonzero().flatten().tolist():
+        raise ValueError(f"{tables[TRAIN]} has no row of class {empty[0]}; with engine= the labels are 0 to K - 1.")
     return moments
 
 
 def _wants_onnx(wanted: object) -> bool:
     """Whether to write ``model.onnx``: as the config says, or with ``auto`` if the packages are there."""
-    if wanted not in (True, False, "auto"):
-        raise ValueError(f"onnx must be true, false or auto, got {wanted!r}.")
     try:
         if wanted:
             require_onnx()
+        return bool(wanted)
     except ImportError as error:
         if wanted != "auto":
             raise
         log.warning("model.onnx is left out: %s.", error)
         return False
-    return bool(wanted)
 
 
 def _prepare_as_deployed(backbone: Backbone, benchmark: OODBenchmark) -> None:
@@ -240,28 +212,22 @@ def make_guard(extractor: Extractor, result: Comparison, name: str) -> Guard:
         sizes[TRAIN] = extractor.moments.num_samples
     val = extractor.features(VAL)
     right = head_logits(result.classifier, val.features).argmax(1) == val.labels
-    return Guard(
-        backbone,
-        detector,
-        benchmark.class_names or [str(label) for label in range(benchmark.num_classes)],
-        transform=backbone.test_transform,
-        input_shape=tuple(sample.shape),
-        about={
-            "benchmark": rows["benchmark"].iloc[0],
-            "head": result.head,
-            "data": {f"{split} samples": size for split, size in sizes.items()},
-            "remarks": unique(rows, "reason"),
-            "metrics": {
-                "accuracy on the validation data": float(right.float().mean()),
-                **_metrics(select(result.rows, metric=ACCURACY), "accuracy on the test data"),
-                **_metrics(select(rows, metric=at_level(FALSE_ALARMS, detector.alpha)), "flagged of the test data"),
-                **_metrics(select(rows, metric=AUROC, status="ok"), "AUROC of the OOD set "),
-                **_metrics(select(rows, metric=at_level(DETECTED, detector.alpha)), "flagged of the OOD set "),
-            },
-        },
-    )
-
-
-def _metrics(rows: pd.DataFrame, words: str) -> dict[str, float | None]:
-    """What was measured, in words."""
-    return {f"{words}{row.ood}": row.value if row.status == "ok" else None for row in rows.itertuples()}
+    measured = {
+        "accuracy on the test data": select(result.rows, metric=ACCURACY),
+        "flagged of the test data": select(rows, metric=at_level(FALSE_ALARMS, detector.alpha)),
+        "AUROC of the OOD set ": select(rows, metric=AUROC, status="ok"),
+        "flagged of the OOD set ": select(rows, metric=at_level(DETECTED, detector.alpha)),
+    }
+    metrics: dict[str, float | None] = {"accuracy on the validation data": float(right.float().mean())}
+    for words, part in measured.items():
+        metrics |= {f"{words}{row.ood}": row.value if row.status == "ok" else None for row in part.itertuples()}
+    about = {
+        "benchmark": rows["benchmark"].iloc[0],
+        "head": result.head,
+        "data": {f"{split} samples": size for split, size in sizes.items()},
+        "remarks": unique(rows, "reason"),
+        "metrics": metrics,
+    }
+    classes = benchmark.class_names or [str(label) for label in range(benchmark.num_classes)]
+    shape = tuple(sample.shape)
+    return Guard(backbone, detector, classes, transform=backbone.test_transform, input_shape=shape, about=about)

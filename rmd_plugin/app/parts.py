@@ -44,12 +44,9 @@ def make_benchmark(cfg: DictConfig, **changes: Any) -> OODBenchmark:
     wanted = getattr(get_class(cfg.backbone._target_), "encoding", None)
     if wanted is not None and "encoding" in node:
         node = OmegaConf.merge(node, {"encoding": wanted})
-    try:
-        # partial: Hydra would read into the objects
-        benchmark = build(node, _partial_=True)(**changes) if changes else build(node)
-        return as_benchmark(benchmark, seed=cfg.seed)
-    except TypeError as error:
-        raise ValueError(f"benchmark={cfg.names.benchmark}: {error}") from error
+    # partial: Hydra would read into the objects
+    benchmark = build(node, _partial_=True)(**changes) if changes else build(node)
+    return as_benchmark(benchmark, seed=cfg.seed)
 
 
 def make_backbone(cfg: DictConfig, benchmark: OODBenchmark) -> Backbone:
@@ -117,23 +114,16 @@ def make_detectors(cfg: DictConfig) -> dict[str, Factory]:
 
 def make_extractor(cfg: DictConfig, benchmark: OODBenchmark, backbone: Backbone, device: torch.device) -> Extractor:
     """The benchmark behind the backbone, with the cache of the config."""
-    return Extractor(
-        benchmark,
-        backbone,
-        cache=None if cfg.cache_dir is None else FeatureCache(cfg.cache_dir),
-        batch_size=cfg.batch_size,
-        num_workers=cfg.num_workers,
-        device=device,
-        progress=bool(cfg.get("progress", True)),
-    )
+    options = {name: cfg[name] for name in ("batch_size", "num_workers", "progress") if name in cfg}
+    cache = None if cfg.cache_dir is None else FeatureCache(cfg.cache_dir)
+    return Extractor(benchmark, backbone, cache=cache, device=device, **options)
 
 
 def run_names(cfg: DictConfig) -> tuple[str, str]:
     """Names of benchmark and backbone for the rows, with the variant or model where one config has many."""
     benchmark, backbone = str(cfg.names.benchmark), str(cfg.names.backbone)
     for key, usual in (("variant", "full"), ("source", "published")):
-        value = cfg.benchmark.get(key)
-        if value not in (None, usual):
+        if (value := cfg.benchmark.get(key)) not in (None, usual):
             benchmark = f"{benchmark}:{value}"
     if benchmark == "framework" and cfg.benchmark.get("name"):
         benchmark = f"framework:{cfg.benchmark.name}"
@@ -148,11 +138,8 @@ def build(node: DictConfig, **changes: Any) -> Any:
         return instantiate(node, **changes)
     except InstantiationException as wrapper:
         cause = wrapper.__cause__
-        if cause is None:
-            raise
-        if isinstance(cause, TypeError):  # a value of the wrong type, or an option that there is not
-            raise ValueError(f"{node._target_} cannot be made of its options: {cause}.") from cause
-        raise cause from None
+        # what is wrong with the options themselves Hydra says best
+        raise wrapper if cause is None or isinstance(cause, TypeError) else cause from None
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -193,16 +180,11 @@ def say_preprocessing(cfg: DictConfig, backbone: Backbone, benchmark: OODBenchma
     of_benchmark = [name for name in ("train_transform", "test_transform") if cfg.benchmark.get(name) is not None]
     of_backbone = [name for name in ("transform", "mean", "std") if cfg.backbone.get(name) is not None]
     if of_benchmark and own is not None:
-        raise ValueError(
-            f"benchmark.{of_benchmark[0]} would not be used: backbone={cfg.names.backbone} brings its own "
-            "preprocessing. Give it to the backbone: +backbone.transform._target_=package.Class, or "
-            "backbone.mean=[...] backbone.std=[...]."
-        )
+        reason = "the backbone brings its own preprocessing. Give backbone.mean=[...] and backbone.std=[...]."
+        raise ValueError(f"benchmark.{of_benchmark[0]} would not be used: {reason}")
     if of_backbone and prepared:
-        raise ValueError(
-            f"backbone.{of_backbone[0]} would not be used: the items of benchmark={cfg.names.benchmark} are tensors "
-            "that its own transform made. Let it give pictures (no transform), or prepare them there alone."
-        )
+        reason = "the benchmark's own transform makes tensors. Let it give pictures, or prepare them there alone."
+        raise ValueError(f"backbone.{of_backbone[0]} would not be used: {reason}")
     if own is not None and not prepared:
         origins = backbone.origins or {"transform": f"the backbone {type(backbone).__name__}"}
         text = f"{own}: {', '.join(f'{part} from {origin}' for part, origin in origins.items())}"
@@ -216,8 +198,6 @@ def say_preprocessing(cfg: DictConfig, backbone: Backbone, benchmark: OODBenchma
     if isinstance(own, ImageTransform) and trained not in (None, repr(own)):
         log.warning("The checkpoint was trained behind %s, which is not what is used.", trained)
     elif checkpoint is not None and trained is None and NOT_LOADED in map(backbone.origins.get, ("mean", "std")):
-        log.warning(
-            "%s is normalised by %s, since it does not say how it was trained. If it was trained otherwise, say how: "
-            "backbone.mean=[...] backbone.std=[...].", checkpoint, NOT_LOADED,
-        )  # fmt: skip
+        words = "%s is normalised by %s. If it was trained otherwise, give backbone.mean=[...] backbone.std=[...]."
+        log.warning(words, checkpoint, NOT_LOADED)
     return text

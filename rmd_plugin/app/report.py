@@ -12,10 +12,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rmd_plugin.report.summary import Summary
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,19 +25,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folders = [Path(folder) for folder in options.folders]
     output = Path(options.output) if options.output else folders[0] if len(folders) == 1 else Path.cwd()
     try:
-        summary, files = report_runs(folders, output, metric=options.metric, reference=options.reference)
+        report_runs(folders, output, metric=options.metric, reference=options.reference)
     except (OSError, ValueError) as error:
         print(f"rmd-report: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    if not files:
-        for run in summary.runs:
-            print(f"rmd-report: {run.path}: {run.reason}.", file=sys.stderr)
-        print(f"rmd-report: no runs below {', '.join(map(str, folders))}.", file=sys.stderr)
-    return 0 if files else 1
+    return 0
 
 
-def report_runs(folders: Sequence[Path], output: Path, *, metric: str, reference: str) -> tuple[Summary, list[Path]]:
-    """Gather the runs below the folders, and write and show their summary; there are no files if there is no run."""
+def report_runs(folders: Sequence[Path], output: Path, *, metric: str, reference: str) -> None:
+    """Gather the runs below the folders, and write and show their summary.
+
+    Raises:
+        ValueError: if there is no run, with what there is instead; or no such metric.
+    """
     from rmd_plugin.report.summary import Summary, gather_runs, overall_tables, write_summary
     from rmd_plugin.report.tables import print_tables
 
@@ -49,13 +45,13 @@ def report_runs(folders: Sequence[Path], output: Path, *, metric: str, reference
     summary = Summary(runs, metric=metric, reference=reference)
     # folders that could not be read are not runs
     if not any(len(run.rows) or run.outcome != "unreadable" or run.path.is_dir() for run in runs):
-        return summary, []
+        reasons = "; ".join(f"{run.path}: {run.reason}" for run in runs)
+        raise ValueError(f"no runs below {', '.join(map(str, folders))}. {reasons}")
     files = write_summary(summary, output)
     print_tables(overall_tables(summary))
     for run in (run for run in summary.runs if run.outcome != "done"):
         print(f"{run.outcome}: {run.path}{f' ({run.name})' if run.name else ''}: {run.reason}")
     print(f"Report: {files[0]}")
-    return summary, files
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,12 +77,17 @@ _TABLE_OPTIONS = ("out", "engine", "features", "num_workers", "alpha")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit code."""
-    words = _parser().parse_intermixed_args(arguments)
+    parser = argparse.ArgumentParser("rmd-score", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "rmd-score GUARD INPUT [INPUT ...] [option=value ...] [--fail-on-ood]"
+    parser.add_argument("guard", metavar="GUARD", help="folder that rmd-fit has written")
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="what to score, and options")
+    parser.add_argument("--fail-on-ood", action="store_true", help="end with exit code 3 if anything was flagged")
+    words = parser.parse_intermixed_args(arguments)
     chosen = [word for word in words.inputs if "=" in word and not os.path.lexists(word)]
     paths = [word for word in words.inputs if word not in chosen]
     try:
-        config = OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_dotlist(chosen))
-        options: Any = OmegaConf.to_object(config)
+        options: Any = OmegaConf.to_object(OmegaConf.merge(Options, OmegaConf.from_dotlist(chosen)))
         if not paths or options.batch_size < 1 or options.num_workers < 0:
             raise ValueError("something to score, batch_size >= 1 and num_workers >= 0 are expected.")
         if options.resume and options.out is None:
@@ -95,19 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rmd-score",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="rmd-score GUARD INPUT [INPUT ...] [option=value ...] [--fail-on-ood]",
-        description=__doc__,
-    )
-    parser.add_argument("guard", metavar="GUARD", help="folder that rmd-fit has written")
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="what to score, and options")
-    parser.add_argument("--fail-on-ood", action="store_true", help="end with exit code 3 if anything was flagged")
-    return parser
-
-
 def _score(guard_path: str, paths: Sequence[str], options: Options, fail_on_ood: bool) -> int:
     from rmd_plugin.guard import read_about
     from rmd_plugin.guard.score import REPORT, SCORES, TABLE, Inputs, score_items
@@ -118,9 +111,8 @@ def _score(guard_path: str, paths: Sequence[str], options: Options, fail_on_ood:
         if getattr(options, name) is not None and kind != of:
             raise ValueError(f"{name}= is for a guard of {of}; this one judges {kind}.")
     inputs = Inputs(paths, kind, options.text or options.features, options.id)
-    if inputs.left_out:
-        count, example = len(inputs.left_out), inputs.left_out[0]
-        print(f"{count} files are left out: they are no {kind} by their ending, such as {example}", file=sys.stderr)
+    if skipped := inputs.left_out:
+        print(f"{len(skipped)} files are left out: no {kind} by their ending, such as {skipped[0]}", file=sys.stderr)
 
     from rmd_plugin.app.parts import choose_device
     from rmd_plugin.guard.guard import Guard
@@ -131,27 +123,15 @@ def _score(guard_path: str, paths: Sequence[str], options: Options, fail_on_ood:
     # refuses one that is too small for the calibration samples
     limit = None if guard.detector.fold_detectors else guard.detector.threshold(alpha)
     threshold = limit if isinstance(limit, float) else math.nan  # not one for each class, or none
-    watch = _Watch(guard.detector, options) if options.watch is not None else None
-    progress = score_items(
-        guard,
-        inputs,
-        out,
-        alpha=options.alpha,
-        batch_size=options.batch_size,
-        num_workers=options.num_workers,
-        resume=options.resume,
-    )
+    watch = None if options.watch is None else _Watch(guard.detector, options)
+    names = ("alpha", "batch_size", "num_workers", "resume")
+    progress = score_items(guard, inputs, out, **{name: getattr(options, name) for name in names})
     changed = watch is not None and watch.update(out / SCORES)
     summary = ScoreSummary(out / SCORES)
-    run = ScoringRun(
-        guard=os.path.basename(os.path.normpath(guard_path)),
-        inputs=paths,
-        alpha=alpha,
-        threshold=threshold,
-        drift=None if watch is None else picture(watch.alarm.plot()[0], watch.words),
-        validation=guard.about["validation_scores"],
-        interrupted=progress.interrupted,
-    )
+    drift = None if watch is None else picture(watch.alarm.plot()[0], watch.words)
+    judged = {"alpha": alpha, "threshold": threshold, "validation": guard.about["validation_scores"]}
+    name = os.path.basename(os.path.normpath(guard_path))
+    run = ScoringRun(guard=name, inputs=paths, drift=drift, interrupted=progress.interrupted, **judged)
     write_scores_page(out / REPORT, summary, run, lambda names: _previews(inputs, names))
     flagged = f"   {share(summary.share)}; at most {100 * alpha:g} % of ID samples would be" if summary.scored else ""
     print(f"scored          {summary.scored:,}" + (f"   {progress.before:,} of them before" if progress.before else ""))
@@ -205,12 +185,13 @@ def _previews(inputs: Any, names: Collection[str]) -> dict[str, Any]:
     from rmd_plugin.files import read_picture
     from rmd_plugin.report.page import thumbnail
 
-    previews = {} if inputs.kind == "features" else inputs.find(names)
-    for name, raw in list(previews.items()) if inputs.kind == "images" else ():
-        try:
-            previews[name] = thumbnail(read_picture(raw), f"Thumbnail of {name}")
-        except (OSError, ValueError):
-            del previews[name]  # it could be read when it was scored; its row stands without a picture
+    raw = {} if inputs.kind == "features" else inputs.find(names)
+    if inputs.kind == "texts":
+        return raw
+    previews = {}
+    for name, file in raw.items():
+        with suppress(OSError, ValueError):  # it could be read when it was scored; its row stands without a picture
+            previews[name] = thumbnail(read_picture(file), f"Thumbnail of {name}")
     return previews
 
 

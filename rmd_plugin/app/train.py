@@ -7,11 +7,9 @@ import os
 import random
 import signal
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -23,25 +21,16 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, read_write
 from pytorch_lightning.callbacks import Callback, Checkpoint, ModelCheckpoint, ProgressBar
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities import rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from rmd_plugin.app import parts
 from rmd_plugin.app.compare import evaluate, run_folder
-from rmd_plugin.app.parts import (
-    build,
-    choose_device,
-    make_backbone,
-    make_benchmark,
-    make_detectors,
-    make_extractor,
-    say_preprocessing,
-)
 from rmd_plugin.backbones.base import PREPROCESSING, Backbone
 from rmd_plugin.backbones.transforms import ImageTransform
 from rmd_plugin.benchmarks import OODBenchmark, Split
@@ -53,8 +42,8 @@ from rmd_plugin.report.run import RunFolder, job_arguments
 
 log = logging.getLogger(__name__)
 
-#: folders below the output folder
-CHECKPOINTS, PRETRAINED = "checkpoints", "pretrained"
+#: folders below the output folder, and the file of each that a job goes on from
+CHECKPOINTS, PRETRAINED, LAST = "checkpoints", "pretrained", "last.ckpt"
 #: under which the folder keeps the number that the job returned, and a checkpoint the random states
 OBJECTIVE, RANDOM_STATES = "objective", "random_states"
 
@@ -84,7 +73,8 @@ def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
     with run_folder(cfg, "train", command) as folder, quiet_warnings():
         benchmark, backbone, trainer = _fit(cfg, folder)
         logged = {} if trainer is None else _take_weights(cfg, trainer, backbone, folder)
-        result = evaluate(cfg, make_extractor(cfg, benchmark, backbone, evaluation_device(cfg.trainer)), folder)
+        device = evaluation_device(cfg) if trainer is None else trainer.strategy.root_device
+        result = evaluate(cfg, parts.make_extractor(cfg, benchmark, backbone, device), folder)
         if result.interrupted or (trainer is not None and trainer.interrupted):
             raise KeyboardInterrupt
         number = objective(cfg, logged, result.rows)
@@ -100,14 +90,15 @@ def load_run(cfg: DictConfig) -> Extractor:
         cfg: the config, for example ``OmegaConf.load("RUN/config.yaml")``. A config is a program: its ``_target_`` are
             called.
     """
-    benchmark = make_benchmark(cfg)
-    backbone = make_backbone(cfg, benchmark)
+    benchmark = parts.make_benchmark(cfg)
+    backbone = parts.make_backbone(cfg, benchmark)
     folder = Path(cfg.paths.output_dir)
     if cfg.train:
         backbone.load_checkpoint(folder / CHECKPOINTS / f"{cfg.weights}.ckpt")
     elif cfg.pretrain:
-        _load_pretrained(cfg, backbone, folder)
-    return make_extractor(cfg, benchmark, backbone, evaluation_device(cfg.trainer))
+        checkpoint = torch.load(folder / PRETRAINED / LAST, map_location="cpu", weights_only=True)
+        instantiate(cfg.pretrain.stage)(backbone).load_state_dict(checkpoint["state_dict"])
+    return parts.make_extractor(cfg, benchmark, backbone, evaluation_device(cfg))
 
 
 def check_options(cfg: DictConfig) -> None:
@@ -119,7 +110,7 @@ def check_options(cfg: DictConfig) -> None:
     for name, choices in (("weights", ("best", "last")), ("head", ("own", "auto", "linear_probe", None))):
         if cfg[name] not in choices:
             raise ValueError(f"{name} must be {', '.join(map(str, choices))}, got {cfg[name]!r}.")
-    make_detectors(cfg)
+    parts.make_detectors(cfg)
     words = str(cfg.objective).split("/")
     if words[0] == "ood":
         if len(words) != 4 or words[1] not in cfg.detector:
@@ -154,15 +145,15 @@ def _fit(cfg: DictConfig, folder: RunFolder) -> tuple[OODBenchmark, Backbone, pl
     """Make all parts and train; of a job that is resumed from its last epoch on."""
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
-    benchmark = make_benchmark(cfg)
-    backbone = make_backbone(cfg, benchmark)
+    benchmark = parts.make_benchmark(cfg)
+    backbone = parts.make_backbone(cfg, benchmark)
     if rank() == 0:
-        folder.note(preprocessing=say_preprocessing(cfg, backbone, benchmark))
+        folder.note(preprocessing=parts.say_preprocessing(cfg, backbone, benchmark))
     data = BenchmarkData(benchmark, backbone, batch_size=cfg.batch_size, num_workers=cfg.num_workers, seed=cfg.seed)
     trainer = None
     if cfg.train:  # before the first stage: what is wrong with the options is said before hours of training
         module = Classifier(backbone, **instantiate(cfg.optimizer))
-        loggers = [build(node) for node in (cfg.get("logger") or {}).values() if node is not None]
+        loggers = [parts.build(node) for node in (cfg.get("logger") or {}).values() if node is not None]
         trainer = make_trainer(cfg, callbacks=make_callbacks(cfg), logger=loggers or False)
     elif cfg.head == "own" and not backbone.head_loaded:
         raise ValueError(
@@ -170,16 +161,26 @@ def _fit(cfg: DictConfig, folder: RunFolder) -> tuple[OODBenchmark, Backbone, pl
             "one head=linear_probe or head=null."
         )
     if cfg.pretrain:
-        _pretrain(cfg, backbone, data, folder.path)
+        place, stage = folder.file(PRETRAINED), instantiate(cfg.pretrain.stage)(backbone)
+        last_epoch = ModelCheckpoint(place, "last", save_on_train_epoch_end=True, enable_version_counter=False)
+        options = {"max_epochs": cfg.pretrain.max_epochs, "callbacks": [RandomStates(), last_epoch], "logger": False}
+        pretrainer = make_trainer(cfg, **options)
+        with stoppable(pretrainer), single_job():  # of a stage that was finished before, this loads the weights
+            pretrainer.fit(stage, datamodule=data, ckpt_path=_to_resume(cfg, place))
+        if pretrainer.interrupted:
+            raise KeyboardInterrupt
     if trainer is not None:
-        last: Any = folder.path / CHECKPOINTS / "last.ckpt"
-        if not (cfg.resume and last.is_file()):
-            last = None
-        elif rank() == 0:
+        last = _to_resume(cfg, folder.file(CHECKPOINTS))
+        if last is not None and rank() == 0:
             _continue_logs(loggers, torch.load(last, map_location="cpu", weights_only=True)["global_step"])
         with stoppable(trainer), single_job():
             trainer.fit(module, datamodule=data, ckpt_path=last)
     return benchmark, backbone, trainer
+
+
+def _to_resume(cfg: DictConfig, folder: Path) -> Path | None:
+    """The checkpoint that a stage goes on from, if it is to be resumed and has one."""
+    return folder / LAST if cfg.resume and (folder / LAST).is_file() else None
 
 
 def _continue_logs(loggers: list[Any], step: int) -> None:
@@ -189,31 +190,6 @@ def _continue_logs(loggers: list[Any], step: int) -> None:
             lines = pd.read_csv(path, dtype=str).to_dict("records")
             earlier = [line for line in lines if int(line["step"]) < step]
             logger.experiment.metrics = [{key: v for key, v in line.items() if isinstance(v, str)} for line in earlier]
-
-
-def _pretrain(cfg: DictConfig, backbone: Backbone, data: BenchmarkData, folder: Path) -> None:
-    """First stage: train the encoder without labels. A finished stage is loaded instead when the job resumes."""
-    done, last = folder / PRETRAINED / "done.ckpt", folder / PRETRAINED / "last.ckpt"
-    if cfg.resume and done.is_file():
-        log.info("pre-training was finished before: %s", done)
-        restore_random_states(_load_pretrained(cfg, backbone, folder)[rank()])
-        return
-    stage, states = instantiate(cfg.pretrain.stage)(backbone), RandomStates()
-    keep = ModelCheckpoint(last.parent, last.stem, save_on_train_epoch_end=True, enable_version_counter=False)
-    options = {"max_epochs": cfg.pretrain.max_epochs, "callbacks": [states, keep], "logger": False}
-    trainer = make_trainer(cfg, **options)
-    with stoppable(trainer), single_job():
-        trainer.fit(stage, datamodule=data, ckpt_path=last if cfg.resume and last.is_file() else None)
-    if trainer.interrupted:
-        raise KeyboardInterrupt
-    trainer.save_checkpoint(done)
-
-
-def _load_pretrained(cfg: DictConfig, backbone: Backbone, folder: Path) -> list[Any]:
-    """Take over the weights of a finished first stage; returns the random states of each process at its end."""
-    content = torch.load(folder / PRETRAINED / "done.ckpt", map_location="cpu", weights_only=True)
-    instantiate(cfg.pretrain.stage)(backbone).load_state_dict(content["state_dict"])
-    return content[RANDOM_STATES]["states"]
 
 
 def _take_weights(cfg: DictConfig, trainer: pl.Trainer, backbone: Backbone, folder: RunFolder) -> dict[str, float]:
@@ -239,41 +215,27 @@ def _take_weights(cfg: DictConfig, trainer: pl.Trainer, backbone: Backbone, fold
 
 
 def make_trainer(cfg: DictConfig, **options: Any) -> pl.Trainer:
-    """The trainer of a config, with a progress bar on terminals alone; ``sync_batchnorm: auto`` is true on GPUs."""
-    node = cfg.trainer.copy()
-    with open_dict(node):
-        if node.get("sync_batchnorm") == "auto":
-            node.sync_batchnorm = evaluation_device(node).type != "cpu"
-        if node.get("enable_progress_bar") is None:
-            node.enable_progress_bar = sys.stderr.isatty()
+    """The trainer of a config; ``sync_batchnorm: auto`` is true on GPUs."""
+    if cfg.trainer.get("sync_batchnorm") == "auto":
+        options["sync_batchnorm"] = evaluation_device(cfg).type != "cpu"
     # partial: Hydra would read into the objects
-    trainer: pl.Trainer = build(node, _partial_=True)(**options)
+    trainer: pl.Trainer = parts.build(cfg.trainer, _partial_=True)(**options)
     return trainer
 
 
 def make_callbacks(cfg: DictConfig) -> list[Callback]:
     """The callbacks of ``callbacks=``; what the trainer's switches turn off is left out."""
-    bar = cfg.trainer.get("enable_progress_bar")
-    hidden: tuple[type, ...] = () if bar or (bar is None and sys.stderr.isatty()) else (ProgressBar,)
-    hidden += (Checkpoint, RandomStates) if cfg.trainer.get("enable_checkpointing") is False else ()
-    callbacks = []
-    for name, node in (cfg.get("callbacks") or {}).items():
-        if node is None or (name == "ood_monitor" and not node.detectors):  # monitor=[] watches none
-            continue
-        callback = build(node)
-        if not isinstance(callback, Callback):
-            raise ValueError(f"callbacks.{name} must be a Lightning Callback, got {callback!r}: give it a _target_.")
-        if not isinstance(callback, hidden):
-            callbacks.append(callback)
-    return callbacks
+    switches = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
+    hidden = tuple(kind for name, kind in switches.items() if cfg.trainer.get(name) is False)
+    nodes = {name: node for name, node in (cfg.get("callbacks") or {}).items() if node is not None}
+    if "ood_monitor" in nodes and not nodes["ood_monitor"].detectors:  # monitor=[] watches none
+        del nodes["ood_monitor"]
+    return [callback for callback in map(parts.build, nodes.values()) if not isinstance(callback, hidden)]
 
 
-def evaluation_device(node: DictConfig) -> torch.device:
-    """The device that a trainer of these options works on, in its first process."""
-    device = torch.device("cpu") if node.get("accelerator") == "cpu" else choose_device("auto")
-    devices = node.get("devices")
-    first = None if isinstance(devices, str | int | None) else devices[0]
-    return device if device.type == "cpu" or first is None else torch.device(device.type, first)
+def evaluation_device(cfg: DictConfig) -> torch.device:
+    """The device of a comparison that no training comes before."""
+    return parts.choose_device("cpu" if cfg.trainer.get("accelerator") == "cpu" else "auto")
 
 
 def random_states() -> dict[str, Any]:
@@ -327,6 +289,9 @@ class RandomStates(Callback):
         if loaded is not None and trainer.global_rank < len(loaded["states"]):
             restore_random_states(loaded["states"][trainer.global_rank])
 
+    #: where no epoch was left to train
+    on_fit_end = on_train_epoch_start
+
 
 @contextmanager
 def stoppable(trainer: pl.Trainer) -> Iterator[None]:
@@ -337,10 +302,8 @@ def stoppable(trainer: pl.Trainer) -> Iterator[None]:
     except SystemExit:
         if not trainer.interrupted:
             raise
+        signal.signal(signal.SIGINT, before)
         log.warning("the training was stopped: what follows is about the best weights so far")
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -369,20 +332,18 @@ def single_job() -> Iterator[None]:
     if not HydraConfig.initialized():
         yield
         return
-    settings, main = HydraConfig.get(), sys.modules["__main__"]
-    before = sys.argv, main.__spec__, settings.run.dir, dict(os.environ)
     config: Any = HydraConfig.instance().cfg
+    settings, main = config.hydra, sys.modules["__main__"]
+    before = sys.argv, main.__spec__, dict(os.environ)
     try:
         sys.argv = [sys.argv[0], *job_arguments()]
-        with read_write(config.hydra):
-            config.hydra.run.dir = settings.runtime.output_dir
+        with read_write(settings):
+            settings.run.dir = settings.runtime.output_dir
         if settings.mode == RunMode.MULTIRUN and not str(settings.launcher._target_).endswith(".BasicLauncher"):
             main.__spec__ = find_spec(__name__)  # a worker of a launcher, whose own program is none of ours
         yield
     finally:
-        sys.argv, main.__spec__, folder, environment = before
-        with read_write(config.hydra):
-            config.hydra.run.dir = folder
+        sys.argv, main.__spec__, environment = before
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         for name in os.environ.keys() - environment.keys():  # where Lightning notes the group
@@ -399,7 +360,7 @@ class Classifier(pl.LightningModule):
 
     Args:
         backbone: network with a head, ``backbone(x) -> logits``.
-        optimizer: makes the optimizer from the parameters that may learn.
+        optimizer: makes the optimizer from the parameters that may learn; by default AdamW.
         scheduler: makes a learning-rate scheduler from the optimizer.
         interval: whether the scheduler steps once per ``"epoch"`` or per ``"step"``.
 
@@ -408,12 +369,7 @@ class Classifier(pl.LightningModule):
     """
 
     def __init__(
-        self,
-        backbone: Backbone,
-        *,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = partial(torch.optim.AdamW, lr=1e-3),  # noqa: B008
-        scheduler: Callable[[Optimizer], Any] | None = None,
-        interval: str = "epoch",
+        self, backbone: Backbone, *, optimizer: Any = torch.optim.AdamW, scheduler: Any = None, interval: str = "epoch"
     ) -> None:
         super().__init__()
         if backbone.head is None:
@@ -464,20 +420,13 @@ class BenchmarkData(pl.LightningDataModule):
     """The loaders of a benchmark behind the transforms of a backbone.
 
     It offers ``fit_dataloader`` and ``ood_dataloaders``, which :class:`rmd_plugin.OODMonitor` finds by itself. ``seed``
-    is that of the shuffling: the global random state is not used.
+    is that of the shuffling: the global random state is not used. Further options, such as ``batch_size`` and
+    ``num_workers``, are those of the loaders.
     """
 
-    def __init__(
-        self,
-        benchmark: OODBenchmark,
-        backbone: Any = None,
-        *,
-        batch_size: int = 128,
-        num_workers: int = 0,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, benchmark: OODBenchmark, backbone: Any = None, *, seed: int = 0, **options: Any) -> None:
         super().__init__()
-        self.benchmark, self.batch_size, self.num_workers, self.seed = benchmark, batch_size, num_workers, seed
+        self.benchmark, self.seed, self.options = benchmark, seed, options
         self.train_transform: Transform | None = getattr(backbone, "train_transform", None)
         self.test_transform: Transform | None = getattr(backbone, "test_transform", None)
         self._shuffling = torch.Generator()  # of the training loader in use
@@ -512,18 +461,15 @@ class BenchmarkData(pl.LightningDataModule):
         sets = zip(self.benchmark.ood_names, self.benchmark.test_oods, strict=True)
         return {name: self._loader(data, self.test_transform) for name, data in sets}
 
-    def _loader(
-        self, data: Split, transform: Transform | None, shuffling: torch.Generator | None = None
-    ) -> DataLoader[Any]:
+    def _loader(self, data: Split, transform: Transform | None, shuffling: Any = None) -> DataLoader[Any]:
         return DataLoader(
             data if transform is None else data.with_transform(transform),
-            batch_size=self.batch_size,
             shuffle=shuffling is not None,
-            num_workers=self.num_workers,
             # workers that shuffle and augment begin anew with each epoch: their random states are in no checkpoint
-            persistent_workers=self.num_workers > 0 and shuffling is None,
+            persistent_workers=self.options.get("num_workers", 0) > 0 and shuffling is None,
             # a generator of its own: other loaders and callbacks cannot change the order of the training data
             generator=shuffling or torch.Generator().manual_seed(self.seed),
+            **self.options,
         )
 
 

@@ -11,7 +11,4 @@ class RmdSearchPath(SearchPathPlugin):
         """Add ``conf/shared``, and nothing else of ours: our experiments must not show up in foreign apps."""
         from rmd_plugin.files import config_path
 
-        try:
-            search_path.append(provider="rmd-plugin", path=config_path("shared"))
-        except FileNotFoundError:
-            return  # neither installed nor a checkout: nobody's app should fail of it
+        search_path.append(provider="rmd-plugin", path=config_path("shared"))

@@ -47,7 +47,7 @@ _IRRELEVANT = ("paths", "names", "paper", "resume", "cache_dir", "num_workers", 
 
 def run(config: DictConfig) -> None:
     """Run the studies of a config, the composed ``conf/reproduce.yaml``, and write the document."""
-    with one_clear_error("rmd-reproduce", job=True):
+    with one_clear_error("rmd-reproduce"):
         names = reproduce.chosen_studies(config.study)
         reproduce.check_cells(names, config.scale, config.cells or ())
         reproduction = Reproduction(config, names)

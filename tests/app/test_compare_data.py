@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from rmd_plugin import RMD, Mahalanobis, MarginalMahalanobis, PartialMahalanobis
 from rmd_plugin.compare.comparison import compare
-from rmd_plugin.compare.features import TEST, TRAIN, Extractor, FeatureCache
+from rmd_plugin.compare.features import TEST, TRAIN, Extractor
 from rmd_plugin.compare.rows import select
 
 pytestmark = pytest.mark.data
@@ -45,23 +45,6 @@ def test_on_intents_rmd_is_clearly_above_md_and_dead_dimensions_do_no_harm(inten
     for detector in OURS:
         rank = 381 if detector == "partial" else 382  # eigen-directions cannot tell it from rounding
         assert f"rank {rank} of 384" in select(result.rows, detector=detector, metric="AUROC").iloc[0].reason
-
-
-def test_tokens_have_no_gradient_and_the_table_says_so(intents):
-    result = compare(intents, {"odin": framework.ODIN}, benchmark="clinc150", backbone="bert")
-    assert "no real numbers" in select(result.rows, detector="odin").iloc[0].reason
-
-
-def test_the_cache_knows_a_text_backbone_again(intents, tmp_path):
-    from rmd_plugin.backbones import BERT
-
-    cache = FeatureCache(tmp_path)
-    first = Extractor(intents.benchmark, BERT(max_length=32), cache=cache, progress=False)
-    assert not first.features("oos_test").cached
-    used = intents.backbone  # its tokenizer has worked already
-    assert Extractor(intents.benchmark, used, cache=cache, progress=False).features("oos_test").cached
-    longer = Extractor(intents.benchmark, BERT(max_length=16), cache=cache, progress=False)
-    assert not longer.features("oos_test").cached
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,10 @@
 """``rmd-compare`` on benchmarks of the framework, on tiny fakes of their folders."""
 
-import config_kit
 import framework_kit as kit
 import pytest
 import pytorch_ood.benchmark as published
 from pytorch_ood.dataset.img import LSUNCrop
 
-from rmd_plugin.app.commands import compare as main
 from rmd_plugin.compare.rows import read_rows, select
 from rmd_plugin.report.tables import ood_sets
 
@@ -14,17 +12,13 @@ OPTIONS = ["detector=[rmd,msp]", "backbone=small_cnn", "resamples=20", "alpha=0.
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def run(tmp_path, monkeypatch, command):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    monkeypatch.setenv("RMD_CACHE_DIR", str(tmp_path / "cache"))
 
     def call(*arguments, code=0):
         words = [*OPTIONS, f"paths.data_dir={tmp_path / 'data'}", f"hydra.run.dir={tmp_path / 'out'}", *arguments]
-        ended = config_kit.call(main, monkeypatch, "rmd-compare", *words)
-        printed = capsys.readouterr()
-        assert ended == code, printed.err
-        return printed.err if code else (read_rows(tmp_path / "out" / "rows.csv"), printed.out)
+        printed = command("compare", *words, code=code, quiet=False)
+        return printed if code else (read_rows(tmp_path / "out" / "rows.csv"), printed)
 
     return call
 

@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 
-import config_kit
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -15,10 +14,8 @@ from table_kit import write_parts
 
 from rmd_plugin import Guard
 from rmd_plugin.app import score
-from rmd_plugin.app.commands import fit as main
 
 DATA = ["benchmark=embeddings", "benchmark.path=tables"]
-QUIET = ["onnx=false", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 
 
 @pytest.fixture
@@ -36,16 +33,11 @@ def tables(tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Runs the command in this process, and gives back what it printed or its error."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RMD_CACHE_DIR", str(tmp_path / "cache"))
+def run(command):
+    """Runs the command, and gives back what it printed or its error."""
 
     def call(*words, code=0):
-        ended = config_kit.call(main, monkeypatch, "rmd-fit", *QUIET, *words)
-        printed = capsys.readouterr()
-        assert ended == code, printed.err
-        return printed.err if code else printed.out
+        return command("fit", "onnx=false", *words, code=code)
 
     return call
 

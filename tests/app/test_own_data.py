@@ -6,27 +6,18 @@ import pytest
 from scipy.special import logsumexp, softmax
 from scipy.stats import mannwhitneyu
 
-from rmd_plugin.app import commands
 from rmd_plugin.compare.rows import select
 from rmd_plugin.report.page import render_report
 from rmd_plugin.report.run import RunFolder
 
-QUIET = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
-
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Runs a command in this process and gives back its folder and what it printed, with another code its error."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RMD_CACHE_DIR", str(tmp_path / "cache"))
+def run(tmp_path, command):
+    """Runs a command and gives back its folder and what it printed."""
 
-    def call(command, *arguments, code=0, name="out"):
-        main = getattr(commands, command.removeprefix("rmd-"))
-        words = [*QUIET, "resamples=20", f"hydra.run.dir={tmp_path / name}", *arguments]
-        ended = config_kit.call(main, monkeypatch, command, *words)
-        printed = capsys.readouterr()
-        assert ended == code, printed.err
-        return RunFolder(tmp_path / name), printed.err if code else printed.out
+    def call(name, *arguments):
+        printed = command(name, "resamples=20", f"hydra.run.dir={tmp_path / 'out'}", *arguments)
+        return RunFolder(tmp_path / "out"), printed
 
     return call
 
@@ -64,7 +55,7 @@ def test_detectors_on_logits_are_judged_by_the_classifier_of_the_file(run, tmp_p
     made = {"head_weight": WEIGHT, "head_bias": BIAS} if brought == "weights" else logits(content)
     np.savez(tmp_path / "a.npz", **content, **made)
     folder, out = run(
-        "rmd-compare", "benchmark=features", "benchmark.path=a.npz", "detector=[msp,energy,rmd,react]", "figures=false"
+        "compare", "benchmark=features", "benchmark.path=a.npz", "detector=[msp,energy,rmd,react]", "figures=false"
     )
     outputs = {key.removesuffix("_logits"): value for key, value in logits(content).items()}
     rows = areas(folder)
@@ -88,16 +79,17 @@ def test_a_probe_can_still_be_asked_for(run, tmp_path):
     content = arrays()
     np.savez(tmp_path / "a.npz", **content, **logits(content))
     words = ["benchmark=features", "benchmark.path=a.npz", "head=linear_probe", "detector=[msp,react]", "figures=false"]
-    folder, out = run("rmd-compare", *words)
+    folder, out = run("compare", *words)
     assert "linear probe" in out
     assert areas(folder)["react"].status == "ok"
     assert select(folder.read_rows(), metric="ACC").iloc[0].value > 0.95
+    assert not any("untrained" in row.reason for row in folder.read_rows().itertuples())  # the features are the user's
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "name"), [("rmd-compare", "embeddings"), ("rmd-train", "image_folder")])
-def test_the_help_explains_the_options_of_the_chosen_benchmark(run, command, name):
-    _, out = run(command, f"benchmark={name}", "--help")
+@pytest.mark.parametrize(("program", "name"), [("compare", "embeddings"), ("train", "image_folder")])
+def test_the_help_explains_the_options_of_the_chosen_benchmark(run, program, name):
+    _, out = run(program, f"benchmark={name}", "--help")
     text = (config_kit.CONF / "benchmark" / f"{name}.yaml").read_text()
     shown = out.partition("== Options of this benchmark (benchmark.name=value) ==")[2].partition("\n==")[0]
     assert shown.strip() == text[text.index("_target_") :].strip()
@@ -127,7 +119,7 @@ def check_run_without_ood(folder, out):
 
 @pytest.mark.slow
 def test_a_comparison_without_any_ood_set_gives_accuracy_and_false_alarms(run, tmp_path):
-    folder, out = run("rmd-compare", *without_ood(tmp_path))
+    folder, out = run("compare", *without_ood(tmp_path))
     check_run_without_ood(folder, out)
     assert {path.stem for path in folder.file("detectors").iterdir()} == {"rmd", "msp"}
 
@@ -136,6 +128,6 @@ def test_a_comparison_without_any_ood_set_gives_accuracy_and_false_alarms(run, t
 @pytest.mark.filterwarnings("ignore")
 def test_a_training_without_any_ood_set_ends_with_a_report(run, tmp_path):
     words = [*without_ood(tmp_path), "trainer.max_epochs=1", "logger=none", "callbacks.progress=null"]
-    folder, out = run("rmd-train", *words, "backbone=mlp")
+    folder, out = run("train", *words, "backbone=mlp")
     check_run_without_ood(folder, out)
     assert folder.file("report.html").is_file()

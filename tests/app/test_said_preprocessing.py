@@ -2,9 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
-import config_kit
 import numpy as np
 import pytest
 import pytorch_lightning as pl
@@ -16,7 +14,6 @@ from pytorch_ood.benchmark import Benchmark
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms as tv
 
-from rmd_plugin.app.commands import compare as main
 from rmd_plugin.app.parts import make_backbone, make_benchmark, say_preprocessing
 from rmd_plugin.app.train import Classifier
 from rmd_plugin.backbones import ResNet, TorchVision
@@ -25,7 +22,7 @@ from rmd_plugin.benchmarks.framework import DatasetItems, as_benchmark
 from rmd_plugin.compare.rows import ACCURACY, read_rows, select
 
 
-def photographs(count: int) -> list[tuple[Image.Image, int]]:
+def photographs(count):
     """Pictures of many sizes, of two classes."""
     rng = np.random.default_rng(0)
     shapes = [(20 + 7 * i % 30, 25 + 5 * i % 40, 3) for i in range(count)]
@@ -35,14 +32,14 @@ def photographs(count: int) -> list[tuple[Image.Image, int]]:
 class Photographs(OODBenchmark):
     name = "photographs"
 
-    def load(self) -> Parts:
-        def split(count: int) -> Split:
-            return Split(DatasetItems(photographs(count)), np.arange(count) % 2)  # type: ignore[arg-type]
+    def load(self):
+        def split(count):
+            return Split(DatasetItems(photographs(count)), np.arange(count) % 2)
 
         return Parts(None, split(12), split(6), [OODSet("other", "far", split(6))], val_fraction=0.2)
 
 
-def said(caplog: pytest.LogCaptureFixture, config: Any, backbone: Any, benchmark: Any) -> tuple[str, list[str]]:
+def said(caplog, config, backbone, benchmark):
     """The line about the preprocessing, and the warnings."""
     caplog.clear()
     with caplog.at_level(logging.INFO):
@@ -55,14 +52,12 @@ def said(caplog: pytest.LogCaptureFixture, config: Any, backbone: Any, benchmark
 
 
 @pytest.mark.parametrize("backbone", ["small_cnn", "mlp"])
-def test_networks_without_a_size_of_their_own_take_photographs_at_32_pixels_and_say_so(
-    backbone: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_networks_without_a_size_of_their_own_take_photographs_at_32_pixels_and_say_so(backbone, caplog):
     config, data = composed("compare", f"backbone={backbone}", "head=own"), Photographs()
     with caplog.at_level(logging.INFO):
         network = make_backbone(config, data)
     assert "backbone.image_size=32: the pictures are of any size." in caplog.text
-    transform: Any = network.test_transform
+    transform = network.test_transform
     assert network(torch.stack([transform(data.fit_set().raw(i)) for i in range(4)])).shape == (4, 2)
     text, warnings = said(caplog, config, network, data)
     assert text.startswith("resize the shorter side to 32 (bicubic), crop 32 x 32, mean (0, 0, 0), std (1, 1, 1): ")
@@ -81,9 +76,7 @@ OWN_TRANSFORM = [
         ("mlp", [f"+backbone.transform.{word}" for word in OWN_TRANSFORM]),
     ],
 )
-def test_a_size_or_transform_that_is_given_decides_the_input_of_a_small_network(
-    backbone: str, options: list[str]
-) -> None:
+def test_a_size_or_transform_that_is_given_decides_the_input_of_a_small_network(backbone, options):
     config = composed("compare", "benchmark=digits", f"backbone={backbone}", *options)
     for data in (Photographs(), make_benchmark(config)):
         network = make_backbone(config, data)
@@ -92,9 +85,7 @@ def test_a_size_or_transform_that_is_given_decides_the_input_of_a_small_network(
         assert item.shape == (3, 20, 20)
 
 
-def test_a_transform_given_to_the_benchmark_is_used_where_the_backbone_has_none(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_transform_given_to_the_benchmark_is_used_where_the_backbone_has_none(caplog):
     target = "torchvision.transforms.Lambda"
     config = composed("compare", "backbone=small_cnn", f"+benchmark.test_transform._target_={target}")
     data = Photographs(test_transform=tv.Compose([tv.Resize((9, 9)), tv.ToTensor()]), train_transform=tv.ToTensor())
@@ -102,10 +93,10 @@ def test_a_transform_given_to_the_benchmark_is_used_where_the_backbone_has_none(
     text, _ = said(caplog, config, network, data)
     assert text.startswith("Compose( Resize(size=(9, 9)")
     assert text.endswith(": transform from the config")
-    assert data.fit_set()[0][0].shape == (3, 9, 9)  # type: ignore[attr-defined]
+    assert data.fit_set()[0][0].shape == (3, 9, 9)
 
 
-def test_a_transform_given_to_the_benchmark_is_refused_where_the_backbone_has_its_own() -> None:
+def test_a_transform_given_to_the_benchmark_is_refused_where_the_backbone_has_its_own():
     for option in ("test_transform", "train_transform"):
         config = composed(
             "compare", "backbone=wrn40_2", f"+benchmark.{option}._target_=torchvision.transforms.ToTensor"
@@ -119,22 +110,20 @@ class Ready(Benchmark):
 
     ood_names = ("other",)
 
-    def __init__(self, transform: Any) -> None:
+    def __init__(self, transform):
         self.items = [(transform(image), label) for image, label in photographs(12)]
 
-    def train_set(self) -> Any:
+    def train_set(self):
         return self.items
 
-    def test_sets(self, known: bool = True, unknown: bool = True) -> Any:
+    def test_sets(self, known=True, unknown=True):
         return [self.items]
 
-    def evaluate(self, *_: Any, **__: Any) -> Any:
+    def evaluate(self, *_, **__):
         raise NotImplementedError
 
 
-def test_items_that_are_tensors_already_are_said_to_be_and_a_given_preprocessing_is_refused(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_items_that_are_tensors_already_are_said_to_be_and_a_given_preprocessing_is_refused(caplog):
     data = as_benchmark(Ready(tv.Compose([tv.Resize((32, 32)), tv.ToTensor()])))
     network = ResNet((1,), (4,), mean=(0.1,) * 3)
     text, _ = said(caplog, composed("compare", "backbone=resnet18_cifar"), network, data)
@@ -145,9 +134,7 @@ def test_items_that_are_tensors_already_are_said_to_be_and_a_given_preprocessing
 
 
 @pytest.mark.slow
-def test_a_foreign_checkpoint_without_mean_and_std_is_a_warning_with_both_remedies(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_foreign_checkpoint_without_mean_and_std_is_a_warning_with_both_remedies(tmp_path, caplog):
     from torchvision.models import resnet18
 
     path = tmp_path / "best.ckpt"
@@ -165,9 +152,7 @@ def test_a_foreign_checkpoint_without_mean_and_std_is_a_warning_with_both_remedi
 
 
 @pytest.mark.filterwarnings("ignore:.*treespec.*", "ignore:.*does not have many workers.*")  # of Lightning
-def test_a_checkpoint_of_rmd_train_knows_its_preprocessing_and_its_accuracy(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_of_rmd_train_knows_its_preprocessing_and_its_accuracy(tmp_path, caplog):
     backbone = ResNet((1,), (4,), num_classes=2, image_size=8, mean=(0.2,) * 3)
     loader = DataLoader(TensorDataset(torch.rand(8, 3, 8, 8), torch.arange(8) % 2), batch_size=4)
     keep = ModelCheckpoint(tmp_path, filename="best", monitor="val/acc", mode="max")
@@ -183,20 +168,16 @@ def test_a_checkpoint_of_rmd_train_knows_its_preprocessing_and_its_accuracy(
     assert "was trained behind ImageTransform(size=8, mean=(0.2, 0.2, 0.2)" in warning
 
 
-def test_the_command_shows_the_line_keeps_it_and_remarks_on_an_accuracy_of_chance(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_shows_the_line_keeps_it_and_remarks_on_an_accuracy_of_chance(tmp_path, command):
     from rmd_plugin.backbones import SmallCNN
     from rmd_plugin.report.run import RunFolder
 
     network = SmallCNN(1, widths=(4, 4), num_classes=6)
-    torch.nn.init.zeros_(network.head.weight)  # type: ignore[union-attr]
+    torch.nn.init.zeros_(network.head.weight)
     torch.save(network.state_dict(), tmp_path / "dead.pt")
-    monkeypatch.chdir(tmp_path)
     words = ["benchmark=digits", "backbone=small_cnn", "backbone.widths=[4,4]", "checkpoint=dead.pt"]
     words += ["detector=[msp]", "resamples=0", "figures=false", "cache_dir=null", "hydra.run.dir=out"]
-    assert config_kit.call(main, monkeypatch, "rmd-compare", *words) == 0
-    printed = capsys.readouterr().out
+    printed = command("compare", *words, quiet=False)
     line = "none: items are taken as they are"
     assert f"Preprocessing: {line}." in printed
     assert RunFolder("out").read_versions()["preprocessing"] == line

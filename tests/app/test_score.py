@@ -293,15 +293,6 @@ def test_a_stopped_run_goes_on_and_ends_with_the_same_rows(features, rows, monke
     assert Path("out/scores.csv").read_text() == Path("whole/scores.csv").read_text()
 
 
-def test_files_that_appeared_or_went_in_between(pictures):
-    photos()
-    assert main([pictures, "new", "out=out"]) == 0
-    before = table()["path"].to_pylist()
-    os.rename("new/known/0.png", "new/known/new.png")
-    assert main([pictures, "new", "out=out", "resume=true"]) == 0
-    assert table()["path"].to_pylist() == [*before, "new/known/new.png"]
-
-
 def test_a_folder_of_another_run_is_refused(features, rows, capsys):
     words = [features, "rows.npy"]
     assert main([*words, "out=out"]) == 0

@@ -24,13 +24,6 @@ def run(folder, *arguments, check=True):
     return done
 
 
-@pytest.mark.slow
-def test_all_detectors_compose_together():
-    config = composed("train", f"detector=[{','.join(choices('detector'))}]")
-    assert {"rmd", "relative_flow", "msp", "knn"} <= set(config.detector)
-    assert all(node._target_.startswith(("rmd_plugin.", "pytorch_ood.")) for node in config.detector.values())
-
-
 @pytest.mark.parametrize("sweep", choices("sweep"))
 def test_every_sweep_composes_and_sets_what_it_sweeps(sweep):
     assert composed("train", f"sweep={sweep}").hydra.sweeper.params
@@ -140,7 +133,7 @@ def test_two_stages_in_one_command(tmp_path, data_dir):
         "pretrain.max_epochs=1", "backbone.width=16", "backbone.depth=1", "backbone.heads=2", "limit_train=200",
         "limit_test=50", *TINY, "trainer.max_epochs=1", f"paths.data_dir={data_dir}", "hydra.run.dir=out",
     )  # fmt: skip
-    assert (tmp_path / "out/pretrained/done.ckpt").is_file()
+    assert (tmp_path / "out/pretrained/last.ckpt").is_file()
     assert RunFolder(tmp_path / "out").done
 
 

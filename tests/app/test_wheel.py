@@ -105,15 +105,6 @@ def test_a_foreign_hydra_app_has_the_monitor_by_name(request, installed, tmp_pat
     assert "wrn28_10" not in help_text  # our own configs stay ours
 
 
-def test_an_editable_install_reads_the_configs_of_the_checkout(from_checkout, clone, tmp_path):
-    site = Path(
-        run(from_checkout, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
-    )
-    assert not (site / "rmd_plugin").exists()
-    found = run(from_checkout, "-c", "from rmd_plugin.files import config_path; print(config_path())", cwd=tmp_path)
-    assert found.strip() == str(clone / "conf")
-
-
 @pytest.mark.parametrize("installed", ["from_wheel", "from_checkout"])
 def test_the_commands_work(request, installed, tmp_path):
     python = request.getfixturevalue(installed)

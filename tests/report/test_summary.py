@@ -1,3 +1,4 @@
+import logging
 import math
 from dataclasses import replace
 
@@ -5,8 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
+from omegaconf import OmegaConf
 
 import rmd_plugin.app.report as command
+from rmd_plugin.app.commands import ReportCallback
 from rmd_plugin.compare.rows import make_row, make_rows
 from rmd_plugin.report.figures import cost_figure
 from rmd_plugin.report.run import RunFolder
@@ -277,3 +280,21 @@ def test_the_command_without_runs_says_so(tmp_path, capsys):
     write_run(tmp_path / "run", {"rmd": 0.9})
     assert command.main([str(tmp_path), "--metric", "AUC"]) == 1
     assert "there are AUROC" in capsys.readouterr().err
+
+
+def test_a_sweep_reports_once_and_trouble_with_it_never_fails_the_sweep(sweep, monkeypatch, caplog):
+    calls = []
+
+    def broken(jobs, path, **options):
+        calls.append((path, options))
+        raise OSError("disk full")
+
+    monkeypatch.setattr(command, "report_runs", broken)
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(sweep[0])}}})
+    with caplog.at_level(logging.WARNING):
+        callback = ReportCallback(reference="msp")
+        callback.on_multirun_start(config)
+        callback.report()
+    ((path, options),) = calls
+    assert (path, options) == (sweep[0], {"metric": "AUROC", "reference": "msp"})
+    assert "disk full" in caplog.text
