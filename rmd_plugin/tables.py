@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import joblib  # type: ignore[import-untyped]
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
+import pyarrow.csv  # type: ignore[import-untyped]
 import pyarrow.dataset as ds  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import torch
@@ -383,6 +384,8 @@ def _check_files(paths: Paths, features: Columns, labels: str | None, on_bad: On
         kind = schema.field(_columns(features, labels)[0]).type
         if isinstance(features, str) and not hasattr(getattr(kind, "storage_type", kind), "value_field"):
             raise ValueError(f"{file.path}: column {features!r} is {kind}; lists of numbers are expected.")
+        if labels is not None and not pa.types.is_integer(kind := schema.field(labels).type):
+            raise ValueError(f"{file.path}: column {labels!r} is {kind}; labels are integers, 0 to K - 1.")
     if not schemas:
         raise ValueError(f"none of the {len(files)} files can be read.")
     return [file for file, _ in schemas]
@@ -399,15 +402,21 @@ def _fragment(file: TableFile) -> ds.Fragment:
 
 
 def _batches(file: TableFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """Some columns of a file in batches."""
+    """Some columns of a file in batches; a scanner of pyarrow.dataset would hold more than twice the memory."""
     fragment = _fragment(file)
-    if fragment.format.default_extname != "parquet":
-        yield from fragment.to_batches(columns=columns, batch_size=_BATCH_ROWS, batch_readahead=1, use_threads=False)
-        return
-    # by pages: a row group, which a scanner would hold, may be as large as the file
-    options = {"pre_buffer": False, "buffer_size": 4 << 20, "page_checksum_verification": True}
-    with fragment.open() as stream, pq.ParquetFile(stream, **options) as table:
-        yield from table.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False)
+    with fragment.open() as stream:
+        if fragment.format.default_extname == "csv":
+            yield from (batch.select(columns) for batch in pa.csv.open_csv(stream))
+        elif fragment.format.default_extname == "parquet":
+            # by pages: a row group may be as large as the file
+            options = {"pre_buffer": False, "buffer_size": 4 << 20, "page_checksum_verification": True}
+            with pq.ParquetFile(stream, **options) as table:
+                yield from table.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False)
+        else:
+            reader = pa.ipc.open_file(stream)
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number).select(columns)
+                yield from (batch.slice(start, _BATCH_ROWS) for start in range(0, len(batch), _BATCH_ROWS))
 
 
 def _read(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import rmd_plugin
+from rmd_plugin.lazy import deprecated
 
 
 def test_importing_the_package_does_not_import_torch():
@@ -24,6 +25,16 @@ def test_every_public_name_resolves(name):
 def test_an_unknown_name_lists_the_public_ones():
     with pytest.raises(AttributeError, match=r"no attribute 'RDM'\. Public names: .*RMD"):
         _ = rmd_plugin.RDM
+
+
+def test_a_deprecated_function_works_and_names_its_replacement():
+    @deprecated("0.3", use="new()")
+    def old(value):
+        return value + 1
+
+    with pytest.warns(FutureWarning, match=r"old .* 0\.3.*new\(\)") as warned:
+        assert old(1) == 2
+    assert warned[0].filename == __file__
 
 
 ROOT = Path(rmd_plugin.__file__).resolve().parents[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -113,8 +112,9 @@ def _keep_detectors(result: Comparison, folder: RunFolder) -> None:
 
     The head that those on logits were fed by stands beside them.
     """
-    shutil.rmtree(folder.file(DETECTORS), ignore_errors=True)  # of a run before
-    folder.file(DETECTORS).mkdir()
+    folder.file(DETECTORS).mkdir(exist_ok=True)
+    for path in folder.file(DETECTORS).glob("*.safetensors"):  # of a run before
+        path.unlink()
     if result.classifier is not None:
         with replacing(folder.file(HEAD), "wb") as file:
             file.write(safetensors.torch.save({k: v.contiguous() for k, v in result.classifier.state_dict().items()}))
