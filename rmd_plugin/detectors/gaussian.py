@@ -100,7 +100,7 @@ class QuadraticScore(Coordinates):
         normalize: scale the features to unit length first.
     """
 
-    def __init__(self, parameters: Parameters, dtype: torch.dtype, *, normalize: bool = False) -> None:
+    def __init__(self, parameters: Parameters, dtype: torch.dtype, *, normalize: bool) -> None:
         super().__init__(parameters["shift"], parameters["projection"], dtype, normalize=normalize)
         self.points = buffer(parameters["points"], dtype)
         self.offsets = buffer(parameters["points"].double().square().sum(1), dtype)
@@ -141,7 +141,7 @@ def full_precision(z: Tensor) -> torch.autocast:
 # -- fits -----------------------------------------------------------------------------------------------------------
 
 
-def fit_mahalanobis(moments: Moments, shrinkage: Shrinkage = 0.0) -> Parameters:
+def fit_mahalanobis(moments: Moments, shrinkage: Shrinkage) -> Parameters:
     """Fit min_k MD_k: one column per eigen-direction of Sigma, by descending variance.
 
     Where units differ so widely that eigenvectors would lose features, other directions take their place.
@@ -149,7 +149,7 @@ def fit_mahalanobis(moments: Moments, shrinkage: Shrinkage = 0.0) -> Parameters:
     return score_parameters(moments, _eigen_whitening(shrunk_covariance(moments, shrinkage), moments))
 
 
-def fit_partial(moments: Moments, components: int, *, largest: bool = True, shrinkage: Shrinkage = 0.0) -> Parameters:
+def fit_partial(moments: Moments, components: int, *, largest: bool, shrinkage: Shrinkage) -> Parameters:
     """Fit the Mahalanobis distance within the ``components`` leading eigen-directions of Sigma, or all the others."""
     projection = _eigen_whitening(shrunk_covariance(moments, shrinkage), moments, eigenvectors=True)
     rank = projection.shape[1]
@@ -175,7 +175,7 @@ def score_parameters(
     }
 
 
-def fit_marginal(moments: Moments, shrinkage: Shrinkage = 0.0) -> Parameters:
+def fit_marginal(moments: Moments, shrinkage: Shrinkage) -> Parameters:
     """Fit MD_0: one column per eigen-direction of Sigma_0, a single point at the background mean."""
     sigma = shrunk_covariance(moments, shrinkage)
     sigma_0 = sigma + moments.between_covariance
@@ -195,7 +195,7 @@ def fit_marginal(moments: Moments, shrinkage: Shrinkage = 0.0) -> Parameters:
     return parameters
 
 
-def fit_relative(moments: Moments, shrinkage: Shrinkage = 0.0) -> Parameters:
+def fit_relative(moments: Moments, shrinkage: Shrinkage) -> Parameters:
     """Fit min_k MD_k - MD_0: one column per discriminative direction, by descending between-class variance."""
     sigma = shrunk_covariance(moments, shrinkage)
     if int((moments.counts > 0).sum()) == 1:
@@ -211,7 +211,7 @@ def fit_relative(moments: Moments, shrinkage: Shrinkage = 0.0) -> Parameters:
     return score_parameters(moments, projection, points, between / (1 + between))
 
 
-def fit_relative_to(moments: Moments, mean: Tensor, covariance: Tensor, shrinkage: Shrinkage = 0.0) -> Parameters:
+def fit_relative_to(moments: Moments, mean: Tensor, covariance: Tensor, shrinkage: Shrinkage) -> Parameters:
     """Fit min_k MD_k - MD_0 where MD_0 is the distance of another corpus, of which mean and covariance are given.
 
     Sigma_0 is not Sigma + Sigma_B then, so no direction cancels. With coordinates u = (z - mu_0) A in which Sigma is
@@ -232,7 +232,7 @@ def fit_relative_to(moments: Moments, mean: Tensor, covariance: Tensor, shrinkag
     return parameters | {"shift": mean, "background": covariance, "amplification": size}
 
 
-def fit_background(moments: Moments, shrinkage: Shrinkage = 0.0) -> tuple[Tensor, Tensor]:
+def fit_background(moments: Moments, shrinkage: Shrinkage) -> tuple[Tensor, Tensor]:
     """Mean (D,) and covariance (D, D) or (D,) of all samples, whatever their labels are, shrunk as Sigma is.
 
     Raises:

@@ -301,6 +301,17 @@ def test_a_single_class_makes_rmd_zero_and_warns(blobs):
         scores = score(RMD(), z, y, x)
     assert torch.equal(scores, torch.zeros_like(scores))
     np.testing.assert_allclose(score(Mahalanobis(), z, y, x), oracle.marginal(z, y, x), rtol=1e-8)
+    with pytest.warns(NumericalWarning) as caught:
+        RMD().fit_features(z, y + 3)  # numbers without a sample are no classes
+    assert any("single class" in str(warning.message) for warning in caught)
+
+
+def test_numbers_without_a_sample_cost_no_degree_of_freedom():
+    z, y, _ = make_blobs()
+    with pytest.warns(NumericalWarning) as caught:
+        Mahalanobis().fit_features(z[:17], 9 * y[:17])
+    assert any("few" in str(warning.message) for warning in caught)
+    assert not any("too few" in str(warning.message) for warning in caught)
 
 
 def test_the_state_moves_with_the_detector(blobs, tmp_path):
