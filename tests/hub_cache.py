@@ -8,6 +8,7 @@ features to 1e-6. Whether timm publishes the same numbers cannot be told without
 """
 
 import os
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,9 +30,11 @@ def snapshot(home, repository, commit):
 
 
 def fill(home):
-    """Put the models there, unless they are."""
-    if (home / "filled").exists():
+    """Put the models there, unless they are; links point into the environment that did."""
+    filled = home / "filled"
+    if filled.exists() and filled.read_text() == sys.prefix:
         return
+    shutil.rmtree(home / "hub", ignore_errors=True)
     os.environ["HF_HOME"] = str(home)  # before timm imports the hub's client, which reads it once
     import timm
     import torch
@@ -55,7 +58,7 @@ def fill(home):
     save_file(
         {name: renamed.get(name, value).contiguous() for name, value in names.items()}, lite / "model.safetensors"
     )
-    (home / "filled").touch()
+    filled.write_text(sys.prefix)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def test_a_detector_of_the_recipe_is_found_by_the_tests_that_all_detectors_share
     (tmp_path / "rmd_plugin/detectors/cosine.py").write_text("".join(blocks("python", page=recipe)))
     names = tmp_path / "rmd_plugin/__init__.py"
     names.write_text(
-        names.read_text().replace("_EXPORTS = {\n", '_EXPORTS = {\n    "Cosine": "detectors.cosine",\n', 1)
+        names.read_text().replace("_MODULES = {\n", '_MODULES = {\n    "detectors.cosine": "Cosine",\n', 1)
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-n0", "-k", "Cosine", "tests/detectors/test_every_detector.py"]

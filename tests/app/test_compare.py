@@ -202,7 +202,7 @@ def test_variants_and_models_are_part_of_the_names():
     ("arguments", "complaint"),
     [
         (["device=abacus"], "abacus"),
-        (["head=own", "backbone.num_classes=7"], "7 classes"),
+        (["head=own", "backbone.num_classes=7"], "linear_probe"),
         (["detector=[]"], "detector=all"),
         (["backbone=wrn40_2"], "wrn40_2"),
         (["benchmark.sigma=-1"], "sigma must be above 0"),

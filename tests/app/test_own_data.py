@@ -88,8 +88,8 @@ def test_a_probe_can_still_be_asked_for(run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "name"), [("compare", "embeddings"), ("train", "image_folder")])
-def test_the_help_explains_the_options_of_the_chosen_benchmark(run, program, name):
-    _, out = run(program, f"benchmark={name}", "--help")
+def test_the_help_explains_the_options_of_the_chosen_benchmark(command, program, name):
+    out = command(program, f"benchmark={name}", flags=["--help"])
     text = (config_kit.CONF / "benchmark" / f"{name}.yaml").read_text()
     shown = out.partition("== Options of this benchmark (benchmark.name=value) ==")[2].partition("\n==")[0]
     assert shown.strip() == text[text.index("_target_") :].strip()
