@@ -384,8 +384,8 @@ class OODBenchmark(Benchmark):
         self.distance, self.test_oods, self.shifts = {}, [], {}
         for ood in parts.oods:
             split = self._limited(ood.split, self.limit_test, ood.name)
-            if ood.name in self.distance:
-                raise self._error(f"two OOD sets are named {ood.name}")
+            if ood.name in (*self.distance, *self.shifts, "train", "val", "test"):
+                raise self._error(f"an OOD set cannot be named {ood.name!r}: another split has this name")
             if ood.distance == "shift":
                 self.shifts[ood.name] = split
             else:

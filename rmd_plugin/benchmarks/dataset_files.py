@@ -186,8 +186,13 @@ def read_columns(path: Path, names: Sequence[str | None] | None = None) -> dict[
 
 def _dataset(path: Path) -> Any:
     """A Parquet or Arrow file, or a folder of Parquet files in which others are passed over."""
-    file_format = _ARROW_FORMATS[".parquet" if path.is_dir() else path.suffix.lower()]
-    return ds.dataset(path, format=file_format, exclude_invalid_files=path.is_dir())
+    if not path.is_dir():
+        return ds.dataset(path, format=_ARROW_FORMATS[path.suffix.lower()])
+    # by name: exclude_invalid_files would pass over a damaged one, too
+    files = sorted(file for file in path.rglob("*.parquet") if not file.name.startswith((".", "_")))
+    if not files:
+        raise DataFormatError(path, "is a folder without Parquet files")
+    return ds.dataset(files, format="parquet")
 
 
 def column_names(path: Path) -> list[str] | None:
@@ -226,6 +231,9 @@ def make_rows(
             raise DataFormatError(path, f"has no column or array {name!r}; it has {', '.join(columns)[:300]}")
     if count == 0:
         raise DataFormatError(path, "has no rows")
+    for name in {label, split} & columns.keys():
+        if np.shape(columns[name]) != (count,):  # pandas would repeat a single one
+            raise DataFormatError(path, f"{name!r} has the length {len(np.atleast_1d(columns[name]))}, not {count}")
     with naming(path):
         words = {"label": columns.get(label or ""), "split": key or columns.get(split or "", TRAIN)}
         rows = pd.DataFrame(words, index=range(count), dtype=object)

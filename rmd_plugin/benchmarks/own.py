@@ -76,8 +76,10 @@ class OwnData(OODBenchmark):
         # rows of a label < 0 are an OOD set, where they can neither be trained on nor decide anything
         mixed = TEST if TEST in set(rows["split"]) else TRAIN
         if self._numeric:
-            negative = labels.str.fullmatch("-[0-9]+", na=False) & (rows["split"] == mixed)
-            rows = rows.assign(split=rows["split"].mask(negative, f"{OOD}ood"))
+            negative = labels.str.fullmatch("-[0-9]+", na=False)
+            if mixed != TRAIN and (negative & is_train).any():
+                raise self._error("train has labels < 0; OOD rows belong to test or ood")
+            rows = rows.assign(split=rows["split"].mask(negative & (rows["split"] == mixed), f"{OOD}ood"))
         inside = ~rows["split"].str.startswith(OOD)
         names = self.class_order(labels[inside & is_train].unique())
         numbers = labels.map({name: number for number, name in enumerate(names)}).where(inside, 0)

@@ -359,8 +359,8 @@ class Simulation(OODBenchmark):
     def load(self) -> Parts:
         """Draw the samples."""
         self.means, self.ood_means = [float(mean) for mean in self.means], [float(mean) for mean in self.ood_means]
-        if self.sigma <= 0:
-            raise ValueError(f"sigma must be above 0; got {self.sigma}")
+        if not 0 < self.sigma < np.inf:
+            raise ValueError(f"sigma must be above 0 and finite; got {self.sigma}")
         sizes = {"train": self.n_train, "val": self.n_val, "test": self.n_test}
         train, val, test = (self._draw(self.means, count, purpose) for purpose, count in sizes.items())
         oods = [OODSet("shifted", "near", self._draw(self.ood_means, self.n_test, "ood"))]

@@ -13,7 +13,16 @@ from pytorch_ood.benchmark import Benchmark
 from scipy.stats import norm
 from sklearn.datasets import load_digits
 
-from rmd_plugin.benchmarks import DataFormatError, DataNotFoundError, Digits, OODBenchmark, Simulation, Split
+from rmd_plugin.benchmarks import (
+    DataFormatError,
+    DataNotFoundError,
+    Digits,
+    OODBenchmark,
+    OODSet,
+    Parts,
+    Simulation,
+    Split,
+)
 from rmd_plugin.benchmarks.base import ImageRows, TensorRows, Texts, stream
 from rmd_plugin.benchmarks.genomics import Reads
 
@@ -225,3 +234,18 @@ def test_errors_survive_the_way_out_of_a_worker_process():
     assert (error.path, error.reason) == ("a/b.json", "is not JSON")
     assert str(error) == "a/b.json: is not JSON"
     assert isinstance(DataNotFoundError("gone"), FileNotFoundError)
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("test",)])
+@pytest.mark.parametrize("distance", ["shift", "near"])
+def test_two_splits_of_one_name_are_refused(names, distance):
+    class Twice(OODBenchmark):
+        name = "twice"
+
+        def load(self):
+            train, test, *others = (Split(TensorRows(np.ones((6, 2))), np.arange(6) % 2) for _ in range(4))
+            sets = [OODSet(name, kind, split) for name, kind, split in zip(names, (distance, "near"), others)]  # noqa: B905
+            return Parts(["x", "y"], train, test, sets, val_fraction=0.5)
+
+    with pytest.raises(ValueError, match=f"named '{names[0]}'"):
+        Twice()

@@ -155,6 +155,7 @@ def test_codes_with_leading_zeros_stay_texts(tmp_path):
         ("text,label,split\nx,a,train\ny,b,test\n", {}, "no class"),
         ("text,label,split\nx,a,test\n", {}, "no training data"),
         ("text,label,split\nx,1,train\ny,-1,val\nz,1,test\n", {}, "val .*-1"),
+        ("text,label,split\nx,1,train\ny,-1,train\nz,1,test\n", {}, "train has labels < 0"),
         ("text,label,split\nx,a,train\nz,a,test\ny,,ood:test\n", {}, "rename"),
     ],
 )
@@ -252,6 +253,15 @@ def test_lists_of_different_lengths_and_missing_ones_are_refused(tmp_path):
             Embeddings(tmp_path / "a.parquet")
 
 
+def test_a_damaged_file_of_a_folder_is_refused_and_not_passed_over(tmp_path):
+    for name in ("a", "b"):
+        path = write_embeddings(tmp_path / f"{name}.parquet", *embedded())
+    Embeddings(tmp_path)
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(DataFormatError, match=r"b\.parquet"):
+        Embeddings(tmp_path)
+
+
 def test_a_flipped_bit_of_a_page_with_a_checksum_is_refused(tmp_path):
     path = write_embeddings(tmp_path / "a.parquet", *embedded())
     content = bytearray(path.read_bytes())
@@ -337,6 +347,7 @@ def test_the_logits_of_a_file_follow_their_rows_and_the_head_is_a_layer(tmp_path
         ({"near_a": np.ones((5, 3))}, "dimension"),
         ({"near_a": np.full((5, 4), np.inf)}, "finite"),
         ({"train_labels": np.zeros(29)}, "length"),
+        ({"test_labels": np.zeros(1)}, "length"),
         ({"train_labels": np.arange(30) % 3 - 1}, "train"),
         ({"train_labels": np.arange(30) % 3 * 2}, "no class"),
         ({"head_weight": np.ones((2, 4)), "head_bias": np.ones(3)}, "dimension"),
