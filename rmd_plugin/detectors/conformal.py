@@ -253,9 +253,11 @@ class Calibration(nn.Module):
         sizes = [self.size] if self.folds is not None else self.sizes.tolist()
         alarms = [allowed_alarms(size, alpha, confidence) for size in sizes]
         if 0 in alarms:
-            of_class = "" if len(alarms) == 1 else f" of class {alarms.index(0)}"
-            needed = f"{required_samples(alpha, confidence)} calibration samples{of_class}, there are {min(sizes)}"
-            raise ValueError(f"alpha={alpha:g} with confidence={confidence} needs {needed}.")
+            short = alarms.index(0)
+            of_class = "" if len(alarms) == 1 else f" of class {short}"
+            needed = f"{required_samples(alpha, confidence)} calibration samples{of_class}, there are {sizes[short]}"
+            sure = "" if confidence is None else f" with confidence={confidence:g}"
+            raise ValueError(f"alpha={alpha:g}{sure} needs {needed}.")
         return torch.tensor(alarms).to(self.starts)
 
     def is_ood(
@@ -533,6 +535,8 @@ class Calibrated(Detector):
             return value
 
         def fit(*args: Any, **kwargs: Any) -> Any:
+            if name not in _CHANGES:  # a fit that fails may leave anything; a change that fails leaves all as it was
+                self._forget_calibration()
             result = value(*args, **kwargs)
             self._forget_calibration()
             return result if name == "add_class" else self
@@ -543,8 +547,8 @@ class Calibrated(Detector):
 
     def fit(self, data_loader: Iterable[Any], **options: Any) -> Self:
         """Fit the wrapped detector; a calibration that there was is forgotten."""
+        self._forget_calibration()  # before: a fit that fails may leave anything
         self.detector.fit(data_loader, **options)  # type: ignore[arg-type]
-        self._forget_calibration()
         return self
 
     def predict(self, x: Any) -> Tensor:
@@ -587,6 +591,7 @@ class Calibrated(Detector):
         # without the networks, which may be large, and before the fit, which may be
         networks = {id(getattr(self.detector, name, None)): None for name in NETWORKS}
         unfitted = [copy.deepcopy(self.detector, dict(networks)) for _ in range(folds)]
+        self._forget_calibration()
         self.detector.fit_features(z, y)
         fold_of = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed)).to(z.device) % folds
         with warnings.catch_warnings():
@@ -595,6 +600,8 @@ class Calibrated(Detector):
         left_out = z.new_zeros(len(z), dtype=torch.float64)
         for fold, detector in enumerate(detectors):
             left_out[fold_of == fold] = self._scored("features", z[fold_of == fold], detector)[0].to(left_out)
+        if bad := int(left_out.isnan().sum()):
+            raise ValueError(f"{bad} of {len(left_out)} calibration scores are NaN.")
         self.calibration, self.fold_detectors = Calibration(left_out, folds=fold_of), detectors
         return self
 

@@ -469,6 +469,8 @@ class FusedRMD(StatefulDetector):
             return fit_fused(moments, torch.zeros(0, moments.num_features), torch.zeros(0))
         if self.head.in_features != moments.num_features:
             raise ValueError(f"the head takes {self.head.in_features} features, expected {moments.num_features}.")
+        if not all(bool(parameter.isfinite().all()) for parameter in self.head.parameters()):
+            raise ValueError("the head has NaN or infinite weights.")
         w = self.head.weight.detach()
         return fit_fused(moments, w, w.new_zeros(len(w)) if self.head.bias is None else self.head.bias.detach())
 

@@ -10,6 +10,7 @@ import torch
 from conftest import make_blobs
 from pytorch_ood.api import RequiresFittingException
 from pytorch_ood.detector import KNN, ODIN, EnergyBased, MaxSoftmax
+from pytorch_ood.detector import Mahalanobis as FrameworkMahalanobis
 from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -274,6 +275,32 @@ def test_a_new_fit_and_a_change_forget_the_calibration_and_a_refusal_does_not():
             detector.is_ood_features(z)
     assert detector.calibrate_features(z).add_class(z[:20]) == 5
     assert detector.calibration is None
+
+
+def test_a_fit_that_fails_leaves_no_calibration_of_another_detector():
+    z, y, _ = make_blobs(dtype=torch.float32)
+    for use in (lambda d: d.fit_features(z[:2], y[:2] + 3), lambda d: d.fit_calibrate_features(z[:3], y[:3], folds=2)):
+        detector = Calibrated(FrameworkMahalanobis(None)).fit_features(z, y).calibrate_features(z)
+        with pytest.raises((IndexError, AssertionError, RuntimeError)):
+            use(detector)
+        with pytest.raises(RequiresFittingException, match="calibrate"):
+            detector.is_ood_features(z)
+
+
+def test_scores_that_are_nan_cannot_calibrate_folds():
+    class Broken(KNN):
+        def predict_features(self, z):
+            return super().predict_features(z).where(z[:, 0] > 0, torch.nan)
+
+    z, y, _ = make_blobs()
+    with pytest.raises(ValueError, match="NaN"):
+        Calibrated(Broken(None, k=3)).fit_calibrate_features(z, y, folds=3)
+
+
+def test_the_error_of_too_few_samples_is_about_the_class_that_has_too_few():
+    scores, classes = torch.arange(95.0), torch.tensor([0] * 60 + [1] * 20 + [2] * 15)
+    with pytest.raises(ValueError, match=r"alpha=0\.04 needs 24 .* class 1, there are 20"):
+        Calibration(scores, classes).threshold(0.04)
 
 
 def test_each_class_has_its_own_threshold_and_small_ones_share_that_of_all():

@@ -140,6 +140,7 @@ def test_a_head_is_a_layer_or_weights_is_read_at_each_fit_and_saved(blobs, tmp_p
         ({"b": torch.ones(5)}, ValueError, "w="),
         ({"w": torch.ones(5, 12), "b": torch.ones(4)}, RuntimeError, "shape"),
         ({"head": nn.Linear(7, 5)}, ValueError, "7 features"),
+        ({"w": torch.full((5, 12), torch.nan)}, ValueError, "NaN"),
     ],
 )
 def test_heads_and_options_that_do_not_fit_are_refused(options, error, key, blobs):
