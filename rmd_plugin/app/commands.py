@@ -159,7 +159,9 @@ class ReportCallback(Callback):
         self.folder = Path(os.path.abspath(config.hydra.sweep.dir))
         self.folder.mkdir(parents=True, exist_ok=True)
         # the clock of the folder's file system: jobs may run on other machines, and others may be there from before
-        (self.folder / ".started").write_text(f"{os.getpid()}\n", encoding="utf-8")
+        stamp = self.folder / ".started"
+        stamp.write_text(f"{os.getpid()}\n", encoding="utf-8")
+        self.started = stamp.stat().st_mtime_ns
         _AT_END.append(self.report)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
@@ -178,9 +180,8 @@ class ReportCallback(Callback):
         try:
             from rmd_plugin.app.report import report_runs
 
-            started = (self.folder / ".started").stat().st_mtime_ns
             notes = self.folder.rglob(".hydra/overrides.yaml")
-            jobs = sorted(note.parents[1] for note in notes if note.stat().st_mtime_ns >= started)
+            jobs = sorted(note.parents[1] for note in notes if note.stat().st_mtime_ns >= self.started)
             report_runs(jobs or [self.folder], self.folder, **self.options)
         except Exception as problem:
             log.warning("The sweep could not be summarised: %s", explain(problem))

@@ -169,6 +169,8 @@ def train_moments(cfg: DictConfig, factory: Factory) -> Moments:
 
 def _wants_onnx(wanted: object) -> bool:
     """Whether to write ``model.onnx``: as the config says, or with ``auto`` if the packages are there."""
+    if wanted not in (True, False, "auto"):
+        raise ValueError(f"onnx must be true, false or auto, got {wanted!r}.")
     try:
         if wanted:
             require_onnx()

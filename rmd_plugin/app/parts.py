@@ -46,7 +46,10 @@ def make_benchmark(cfg: DictConfig, **changes: Any) -> OODBenchmark:
         node = OmegaConf.merge(node, {"encoding": wanted})
     # partial: Hydra would read into the objects
     benchmark = build(node, _partial_=True)(**changes) if changes else build(node)
-    return as_benchmark(benchmark, seed=cfg.seed)
+    try:
+        return as_benchmark(benchmark, seed=cfg.seed)
+    except TypeError as error:
+        raise ValueError(f"benchmark={cfg.names.benchmark}: {error}") from error
 
 
 def make_backbone(cfg: DictConfig, benchmark: OODBenchmark) -> Backbone:

@@ -230,6 +230,8 @@ def make_callbacks(cfg: DictConfig) -> list[Callback]:
     nodes = {name: node for name, node in (cfg.get("callbacks") or {}).items() if node is not None}
     if "ood_monitor" in nodes and not nodes["ood_monitor"].detectors:  # monitor=[] watches none
         del nodes["ood_monitor"]
+    for name in (name for name, node in nodes.items() if "_target_" not in node):
+        raise ValueError(f"callbacks.{name} must be a Lightning Callback: give it a _target_.")
     return [callback for callback in map(parts.build, nodes.values()) if not isinstance(callback, hidden)]
 
 

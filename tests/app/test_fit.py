@@ -199,6 +199,7 @@ def test_with_onnx_the_file_is_there_and_the_card_says_so(run, tmp_path):
         (["out=guard", "head=null"], "classifier"),
         (["out=guard", "alpha=0.001"], "needs 999"),
         (["out=guard", "alpha=2"], "alpha"),
+        (["out=guard", "onnx=no"], "onnx"),
         (["out=photos"], "not empty"),
         (["out=guard", "benchmark=features"], "benchmark.dim"),
         (["out=guard", "detector=fussed"], "fussed"),
