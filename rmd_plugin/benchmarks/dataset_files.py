@@ -231,8 +231,8 @@ def make_rows(
             raise DataFormatError(path, f"has no column or array {name!r}; it has {', '.join(columns)[:300]}")
     if count == 0:
         raise DataFormatError(path, "has no rows")
-    for name in {label, split} & columns.keys():
-        if np.shape(columns[name]) != (count,):  # pandas would repeat a single one
+    for name in filter(None, (label, split)):
+        if name in columns and np.shape(columns[name]) != (count,):  # pandas would repeat a single one
             raise DataFormatError(path, f"{name!r} has the length {len(np.atleast_1d(columns[name]))}, not {count}")
     with naming(path):
         words = {"label": columns.get(label or ""), "split": key or columns.get(split or "", TRAIN)}
