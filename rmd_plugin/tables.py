@@ -10,7 +10,8 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -287,7 +288,7 @@ def _run(
         shared = ray.put(work)  # once for all tasks: it may hold a detector
         # not actors, whose processes would start and import anew at every call
         tasks = [ray.remote(_attempt).remote(shared, file) for file in files]
-        results: Iterable[Any] = (ray.get(tasks.pop(0)) for _ in files)
+        results: Any = (ray.get(tasks.pop(0)) for _ in files)
     elif engine in ("local", "threads"):
         count = min(workers or os.cpu_count() or 1, len(files))
         # no more than a few results wait in memory for the one before them
@@ -296,13 +297,18 @@ def _run(
         results = pool(joblib.delayed(_attempt)(work, file) for file in files)
     else:
         raise ValueError(f"engine must be 'local' or 'ray', got {engine!r}. docs/scale.md has recipes for others.")
-    for file, result in zip(files, results, strict=True):
-        if not isinstance(result, Exception):
-            yield file, result
-        elif on_bad == "skip":
-            log.warning("skipped %s", result)
-        else:
-            raise result
+    try:
+        for file, result in zip(files, results, strict=True):
+            if not isinstance(result, Exception):
+                yield file, result
+            elif on_bad == "skip":
+                log.warning("skipped %s", result)
+            else:
+                raise result
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of joblib, of tasks whose results nobody wants any more
+            results.close()
 
 
 def _attempt(work: Callable[[TableFile], Result], file: TableFile) -> Result | Exception:
