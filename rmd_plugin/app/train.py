@@ -21,6 +21,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
+from lightning_utilities.core import rank_zero
 from omegaconf import DictConfig, read_write
 from pytorch_lightning.callbacks import Callback, Checkpoint, ModelCheckpoint, ProgressBar
 from pytorch_lightning.loggers import CSVLogger
@@ -143,7 +144,7 @@ def objective(cfg: DictConfig, logged: Mapping[str, float], rows: pd.DataFrame) 
 
 def _fit(cfg: DictConfig, folder: RunFolder) -> tuple[OODBenchmark, Backbone, pl.Trainer | None]:
     """Make all parts and train; of a job that is resumed from its last epoch on."""
-    logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
+    rank_zero.log.setLevel(logging.WARNING)  # Lightning's, or the one of `lightning` if something has imported that
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
     benchmark = parts.make_benchmark(cfg)
     backbone = parts.make_backbone(cfg, benchmark)
