@@ -93,8 +93,7 @@ class OODMonitor(Callback):
             are the position that is classified, or the mean, whichever gives the network's logits.
         ood: loaders of OOD data by name; their labels are ignored. By default ``ood_dataloaders()`` of the datamodule
             or module, if there is one.
-        encoder: the other way to the features: the name of a submodule whose output they are, or of a method of the
-            module, or any callable; methods and callables get the inputs of the batch.
+        encoder: the other way to the features: dotted name of the submodule whose output they are.
         forward: ``forward(module, batch)`` runs the module in the monitor's own passes. By default the module's own
             ``predict_step``, else ``forward`` with the inputs, which dicts keep under the usual names.
         labels: ``labels(batch)`` gives the labels of a batch. By default the second of a pair, or the entry of a dict
@@ -133,7 +132,7 @@ class OODMonitor(Callback):
         head: str | None = None,
         ood: Mapping[str, Loader] | None = None,
         *,
-        encoder: str | Callable[[Any], Tensor] | None = None,
+        encoder: str | None = None,
         forward: Callable[[Any, Any], Any] | None = None,
         labels: Callable[[Any], Tensor | None] | None = None,
         ood_dataloaders: Mapping[int, str] | None = None,
@@ -188,7 +187,6 @@ class OODMonitor(Callback):
         # of one run
         self._stage = "fit"
         self._encoder: Any = None  # a BatchEncoder
-        self._fits_inputs = False
         self._hooks = False  # whether it records the steps of evaluations; a compiled network is run once more instead
         self._fit_source: Any = None  # what to fit on, if not on the training set
         self._fit_share: Share | None = None
@@ -236,16 +234,13 @@ class OODMonitor(Callback):
             except (ValueError, OSError) as error:
                 self._complain(f"the checkpoint could not be read for its detectors. {error}")
         encoder = self._encoder = BatchEncoder(pl_module, self._head, self.encoder, self.forward, self.labels)
-        self._hooks = encoder.records and not encoder.compiled
+        self._hooks = not encoder.compiled
         self._build([name for name in self._specs if name not in self._adapters or name in self._unfit])
-        feeds = {name: (adapter.fitted_on, adapter.scored_on) for name, adapter in self._adapters.items()}
-        encoder.logits = any(Representation.LOGITS in fed for fed in feeds.values())
-        on_inputs = ", ".join(name for name, fed in feeds.items() if Representation.INPUTS in fed)
-        if on_inputs and runs_together(trainer):
-            raise ValueError(f"{on_inputs} would run the network, which under FSDP2 all processes do together.")
-        self._fits_inputs = any(fitted_on is Representation.INPUTS for fitted_on, _ in feeds.values())
-        if self.refit == "stream" and (self._fits_inputs or not encoder.records):
-            raise ValueError("refit='stream' only records features: it gives no inputs to a detector or an encoder.")
+        for name, adapter in self._adapters.items():
+            if adapter.fitted_on is Representation.INPUTS:
+                raise ValueError(f"{name!r} is fitted on inputs, but the monitor only records features and logits.")
+            if adapter.scored_on is Representation.INPUTS and runs_together(trainer):
+                raise ValueError(f"{name!r} would run the network, which under FSDP2 all processes do together.")
         if self._stage == "predict":
             return
         self._fit_source = self._offered(trainer, "fit_dataloader") if self.fit_loader is None else self.fit_loader
@@ -380,10 +375,9 @@ class OODMonitor(Callback):
         start, self._fit_step = time.perf_counter(), trainer.global_step
         # a stream may have had no training batch since the last time
         device = trainer.lightning_module.device
-        fit, inputs = self._stream or Fit({name: self._adapters[name] for name in names}, device), None
+        fit = self._stream or Fit({name: self._adapters[name] for name in names}, device)
         if self.refit == "pass" or self._stage != "fit":
             share = self._sharing(trainer)
-            inputs = fitting.InputPairs(trainer, self._encoder, share) if self._fits_inputs else None
             try:
                 with closing(encode_share(trainer, self._encoder, share)) as batches:
                     for batch in batches if fit.metrics else ():
@@ -396,7 +390,7 @@ class OODMonitor(Callback):
             self._say(f"the head is {self.head!r}; its input is the features.")
         self._build(names)
         shared, built = time.perf_counter() - start, {name: self._adapters[name] for name in names}
-        for name, seconds, problem in fit.finish(built, trainer, inputs, self.seed):
+        for name, seconds, problem in fit.finish(built, trainer, self.seed):
             self._record(trainer, name, "", "fit_seconds", shared + seconds)
             self._calibrations.pop(name, None)
             self._unfit.pop(name, None)
@@ -687,7 +681,7 @@ class OODMonitor(Callback):
             "format": FORMAT,
             "prefix": self.prefix,
             "head": self.head,
-            "encoder": self.encoder if isinstance(self.encoder, str) else None,
+            "encoder": self.encoder,
             "alpha": self.alpha,
             "history": pack_history(self.history),
             "classes": sorted(self._classes),
@@ -785,8 +779,8 @@ class OODMonitor(Callback):
                 inner: Any = bare(detector)
                 on_logits, on_features = isinstance(inner, LogitsDetector), isinstance(inner, FeaturesDetector)
                 part = "logits" if on_logits else "features" if on_features else None
-                encoder = BatchEncoder(module, state["head"], state["encoder"], logits=on_logits)
-                setattr(inner, "encoder" if part == "features" else "model", Encoding(encoder, part))
+                encoding = Encoding(BatchEncoder(module, state["head"], state["encoder"]), part)
+                setattr(inner, "encoder" if on_features else "model", encoding)
             if name in state["calibrations"] and not isinstance(detector, Calibrated):
                 detector = Calibrated(detector, state["alpha"])
                 calibration = Calibration.from_tensors(state["calibrations"][name])

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,15 +203,13 @@ class BatchEncoder:
         module: the network. Batches have to be on its device already.
         head: dotted name of the classification layer. By default the linear layer whose output the module returns. Its
             input is the features; of several positions (tokens) the one that is classified, or their mean.
-        encoder: the other way to the features: the name of a submodule (its output is the features) or of a method of
-            the module, or any callable; methods and callables get the inputs of the batch.
+        encoder: the other way to the features: dotted name of the submodule whose output they are.
         forward: ``forward(module, batch)`` runs the module. By default its own ``predict_step`` if it has one, else
             ``forward`` with the inputs.
         labels: ``labels(batch)`` gives the integer labels of shape (B,), or None if the batch has none.
-        logits: whether the logits are needed. With a callable encoder they cost a forward pass of their own.
 
     Raises:
-        EncodingError: if there is no layer or method of that name; the message lists the candidates.
+        EncodingError: if there is no layer of that name; the message lists the candidates.
 
     Example:
         >>> import torch
@@ -228,31 +226,21 @@ class BatchEncoder:
         self,
         module: nn.Module,
         head: str | None = None,
-        encoder: str | Callable[[Any], Tensor] | None = None,
+        encoder: str | None = None,
         forward: Callable[[Any, Any], Any] | None = None,
         labels: Callable[[Any], Any] | None = None,
-        *,
-        logits: bool = True,
     ) -> None:
-        self.module, self.head, self.logits = module, head, logits
+        self.module, self.head, self.encoder = module, head, encoder
         self._forward, self._labels = forward, labels or batch_labels
-        self._encoder_name = encoder if isinstance(encoder, str) else ""
-        self._encoder: Any = self.find(encoder) if isinstance(encoder, str) else encoder
-        missing = head is not None and not isinstance(self.find(head), nn.Module)
-        if missing or (encoder is not None and not callable(self._encoder)):
-            raise EncodingError(f"{type(module).__name__} has no layer named {head or encoder!r}. {self._candidates()}")
+        try:
+            module.get_submodule(head or encoder or "")
+        except AttributeError as error:
+            raise EncodingError(f"{error}. {self._candidates()}") from error
         self.by_head = encoder is None  #: whether the features are the input of the head
-        #: whether hooks are enough; an encoder that is no layer has to be called
-        self.records = self.by_head or isinstance(self._encoder, nn.Module)
         self._recording = False  # compiled code may hold the hooks after they are removed
         self._calls: list[Call] = []
         self._handles: list[Any] = []
         self._way = ""  # how the module is run on a batch, once it is known
-
-    def find(self, name: str) -> Any:
-        """A part of the module by its dotted name; None if there is none."""
-        module: Any = self.module
-        return reduce(lambda part, attribute: getattr(part, attribute, None), name.split("."), module)
 
     @property
     def compiled(self) -> bool:
@@ -266,18 +254,16 @@ class BatchEncoder:
         """Record the forward passes from now on, until :meth:`take` or :meth:`stop`."""
         self.stop()
         self._recording = True
-        layers: dict[str, nn.Module] = {}
+        layer, parents = self.head or self.encoder, set[str]()
+        names = {layer} if layer else set[str]()
         if self.by_head:  # the named layer and linear layers inside of it, or all linear layers
-            prefix = f"{self.head}." if self.head else ""
-            layers = {n: m for n, m in self.module.named_modules() if n.startswith(prefix) and is_linear(m)}
-            layers |= {self.head: self.find(self.head)} if self.head else {}
-        elif self.records:
-            layers = {"encoder": self._encoder}
-        parents = {".".join(name.split(".")[:depth]) for name in layers for depth in range(1, name.count(".") + 1)}
-        around = {"": self.module} | {name: self.find(name) for name in parents if self.by_head}
-        for name, layer in (around | layers).items():
-            hook = partial(self._record, name, name in layers)
-            self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+            prefix = f"{layer}." if layer else ""
+            names |= {n for n, m in self.module.named_modules() if n.startswith(prefix) and is_linear(m)}
+            parents = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
+        for name in sorted({"", *parents, *names}):
+            hook = partial(self._record, name, name in names)
+            handle = self.module.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+            self._handles.append(handle)
 
     def _record(self, name: str, inside: bool, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._recording:
@@ -333,13 +319,8 @@ class BatchEncoder:
         pair: tuple[Tensor, Tensor | None] | None = None
         if self.by_head:
             pair = self._by_head(layers, returned, [z for call in around for z in call.outputs])
-        elif around or not self.logits:
-            features = layers[0].outputs[0] if layers else None
-            if not self.records:
-                with evaluating(self.module), torch.no_grad():
-                    features = self._encoder(inputs).detach()
-            if features is not None and features.ndim in (2, 4):
-                pair = pool_features(widened(features)), around[0].outputs[0] if around else None
+        elif layers and layers[0].outputs[0].ndim in (2, 4):
+            pair = pool_features(widened(layers[0].outputs[0])), returned[0] if returned else None
         if pair is None:
             raise EncodingError(
                 f"the features of {size} samples were not found at {self.head or 'any linear layer'}. Name the layer "
@@ -358,12 +339,12 @@ class BatchEncoder:
         inner = [call for call in layers if call.name != self.head]
         widths = {z.shape[1] for z in returned}
         calls = [call for call in layers if call.name == self.head]
-        calls = [call for call in calls if is_linear(self.find(call.name)) or call.inputs.ndim == 2]  # type: ignore[union-attr]
-        calls += [call for call in inner if any(_gives(self.find(call.name), call, z) for z in returned)]
+        calls = [call for call in calls if is_linear(self.module.get_submodule(call.name)) or call.inputs.ndim == 2]  # type: ignore[union-attr]
+        calls += [call for call in inner if any(_gives(self.module.get_submodule(call.name), call, z) for z in returned)]
         # what was returned may be made of the logits in some other way
         flat = [call for call in inner if call.inputs.ndim == 2]  # type: ignore[union-attr]
         calls += [call for call in flat if not widths or call.outputs[0].shape[1] in widths]
-        pair = locate(self.find(calls[0].name), calls[0], around) if calls else None
+        pair = locate(self.module.get_submodule(calls[0].name), calls[0], around) if calls else None
         self.head = self.head if pair is None else calls[0].name
         return pair
 
@@ -407,8 +388,6 @@ class BatchEncoder:
 
     def _ways(self, batch: Any) -> dict[str, Callable[[], Any]]:
         """Ways to run the module on a batch, by name, in the order in which they are tried."""
-        if not self.records and not self.logits:
-            return {"encoder": lambda: None}
         if self._forward is not None:
             return {"forward=": partial(self._forward, self.module, batch)}
         ways: dict[str, Callable[[], Any]] = {}
@@ -428,7 +407,7 @@ class BatchEncoder:
     @property
     def target(self) -> nn.Module | None:
         """The module that maps inputs to logits: the module itself, or the part of it that holds the head."""
-        child, _, inside = (self.head or self._encoder_name).partition(".")
+        child, _, inside = (self.head or self.encoder or "").partition(".")
         candidates = [self.module, getattr(self.module, child, None) if inside else None]
         return next((m for m in candidates if isinstance(m, nn.Module) and overrides(m, "forward")), None)
 

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from rmd_plugin.compare.adapters import Adapter, Encoded, EncodingError, Representation, take
 from rmd_plugin.compare.metrics import FeatureRows, quiet_compute
-from rmd_plugin.monitor.features import BatchEncoder, batch_inputs, model_input, visiting
+from rmd_plugin.monitor.features import BatchEncoder, visiting
 
 #: strategies under which every process has the whole network; by name, for there are two roots of Lightning
 _REPLICATED = "SingleDeviceStrategy", "SingleDeviceXLAStrategy", "DDPStrategy"
@@ -189,21 +189,6 @@ def transfer(trainer: Trainer, batch: Any) -> Any:
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
-class InputPairs:
-    """All data of a share's loader as pairs (x, y), the same on every process, for detectors on inputs."""
-
-    def __init__(self, trainer: Trainer, encoder: BatchEncoder, share: Share) -> None:
-        self._trainer, self._encoder, self._share = trainer, encoder, share
-
-    def __iter__(self) -> Iterator[tuple[Any, Tensor | None]]:
-        share = self._share
-        # limits count the batches of one process
-        limit = share.limit * share.world if isinstance(share.limit, int) else share.limit
-        for batch, _ in Share(share.source, limit=limit, seed=share.seed):
-            batch = transfer(self._trainer, batch)
-            yield model_input(batch_inputs(batch)), self._encoder.labels_of(batch)
-
-
 # -- many detectors ----------------------------------------------------------------------------------------------------
 
 
@@ -221,7 +206,7 @@ class Fit:
         self.metrics: dict[Any, Metric] = {}
         self._errors: dict[Any, Exception] = {}
         for name, adapter in adapters.items():
-            if adapter.fitted_on in (None, Representation.INPUTS):
+            if adapter.fitted_on is None:
                 continue
             if adapter.fitted_on is Representation.MOMENTS:
                 metric = adapter.detector.new_moments()  # type: ignore[attr-defined]
@@ -253,19 +238,16 @@ class Fit:
         self._errors |= {key: error for key in self.metrics if key not in self._errors}
 
     def finish(
-        self, adapters: Mapping[str, Adapter], trainer: Trainer, inputs: InputPairs | None, seed: int
+        self, adapters: Mapping[str, Adapter], trainer: Trainer, seed: int
     ) -> Iterator[tuple[str, float, Exception | None]]:
         """Fit the detectors: name, seconds, and the error if it failed on any process.
 
-        Every process has to call it, and gives all detectors the same fit. The adapters have the same names as before;
-        ``inputs`` is the whole set, for detectors on inputs.
+        Every process has to call it, and gives all detectors the same fit. The adapters have the same names as before.
         """
         anywhere = partial(trainer.strategy.reduce_boolean_decision, all=False)
-        data: dict[Any, Any] = {None: inputs}
-        for name, adapter in adapters.items():
-            start, key, error = time.perf_counter(), self.keys.get(name), self._errors.get(self.keys.get(name))
-            if adapter.fitted_on is None:
-                continue
+        data: dict[Any, Any] = {}
+        for name, key in self.keys.items():
+            start, adapter, error = time.perf_counter(), adapters[name], self._errors.get(key)
             if not anywhere(error is not None):
                 try:
                     data[key] = data[key] if key in data else self._gather(key)

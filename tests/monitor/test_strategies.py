@@ -21,5 +21,5 @@ def test_a_strategy_under_which_samples_or_weights_are_not_where_they_should_be_
 
 
 def test_detectors_that_run_the_network_are_refused_where_all_processes_run_it():
-    with pytest.raises(ValueError, match="odin would run the network"):
+    with pytest.raises(ValueError, match="would run the network"):
         monitored({"odin": ODIN}).on_fit_start(trainer_of(strategies.ModelParallelStrategy), Classifier())
