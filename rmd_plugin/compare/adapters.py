@@ -175,14 +175,9 @@ def adopt(detector: Detector) -> Adapter:
     return Adapter(detector, fitted_on(detector, scored_on), scored_on)
 
 
-def takes_head(detector: Detector) -> bool:
-    """Whether a detector of ours has a use for the head of the network, but works without one as well."""
-    return isinstance(bare(detector), StatefulDetector) and hasattr(bare(detector), "head")
-
-
-def has_head(detector: Detector) -> bool:
-    """Whether it has one."""
-    return getattr(bare(detector), "head", None) is not None
+def lacks_head(detector: Detector) -> bool:
+    """Whether a detector of ours has a use for the head of the network, and has none."""
+    return isinstance(bare(detector), StatefulDetector) and getattr(bare(detector), "head", detector) is None
 
 
 def give_head(detector: Detector, parts: NetworkParts) -> None:

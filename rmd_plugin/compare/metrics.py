@@ -7,9 +7,7 @@ kind "cat". Scores are taken as they are, without the sigmoid that torchmetrics'
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -186,56 +184,6 @@ class OODScores(ScoreMetric):
         return scores[groups == 0], {name: values for name, values in sets.items() if len(values)}
 
 
-class FeatureRows(Metric):
-    """Collects rows of features (or logits) with their labels, in an order that does not depend on the processes.
-
-    For detectors that need all features at once. Memory grows with the number of samples; it is kept on the CPU.
-    """
-
-    full_state_update: bool = False
-    is_differentiable: bool = False
-    higher_is_better: bool | None = None  # rows are no score
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def update(self, rows: Tensor, labels: Tensor, index: Tensor) -> None:
-        """Add rows (B, D) with labels (B,) and positions in the whole set (B,); labels below zero are skipped.
-
-        Raises:
-            ValueError: if rows are NaN or infinite, or the shapes do not fit.
-        """
-        is_id = check_labels(labels, len(rows)) >= 0
-        if bad := int((~rows[is_id].isfinite()).any(1).sum()):
-            raise ValueError(f"{bad} of {len(rows)} samples have NaN or infinite values. The batch was not added.")
-        with torch.inference_mode(False):
-            batch = (rows.detach()[is_id], labels.long()[is_id], index.to(is_id.device)[is_id])
-            self._batches.append(tuple(part.cpu().clone() for part in batch))  # type: ignore[arg-type]
-
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """Rows (N, D) and labels (N,) of all processes, ordered by index.
-
-        Raises:
-            ValueError: if no sample with a label >= 0 was seen.
-        """
-        batches = self._batches
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            gathered: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(gathered, batches)  # a process may have none
-            batches = [batch for part in gathered for batch in part]
-        if not sum(len(index) for _, _, index in batches):
-            raise ValueError("no ID sample (label >= 0) was seen: there is nothing to fit.")
-        rows, labels, index = map(torch.cat, zip(*batches, strict=True))
-        order = index.argsort(stable=True)
-        return rows[order], labels[order]
-
-    def reset(self) -> None:
-        """Forget all rows."""
-        super().reset()
-        self._batches = []
-
-
 def check_set_names(names: Sequence[str]) -> tuple[str, ...]:
     """Refuse names of OOD sets that could not be told apart in a metric's name."""
     names = tuple(names)
@@ -245,11 +193,3 @@ def check_set_names(names: Sequence[str]) -> tuple[str, ...]:
             f"expected names of OOD sets, each once, without '/' and not {MEAN!r}, got {', '.join(map(repr, names))}."
         )
     return names
-
-
-@contextmanager
-def quiet_compute() -> Iterator[None]:
-    """Silence torchmetrics where a process has no data of its own, which is no mistake here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
-        yield

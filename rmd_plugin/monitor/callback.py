@@ -175,8 +175,7 @@ class OODMonitor(Callback):
         self.drift_alarms: dict[str, DriftAlarm] = {}
         self._metrics = (*METRICS, DETECTED) if calibrate else METRICS
         self._adapters = {n: adapters.adopt(spec) for n, spec in self._specs.items() if isinstance(spec, Detector)}
-        taking = [name for name, detector in self.detectors.items() if adapters.takes_head(detector)]
-        self._headless = {name for name in taking if not adapters.has_head(self.detectors[name])}
+        self._headless = {name for name, detector in self.detectors.items() if adapters.lacks_head(detector)}
         # why a detector cannot score
         self._unfit = {n: "it is not fitted." for n, spec in self._specs.items() if not getattr(spec, "fitted", False)}
         self._calibrations: dict[str, Calibration] = {}
@@ -305,13 +304,13 @@ class OODMonitor(Callback):
             except Exception:  # data that cannot be read are told at the first fit
                 return
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a new stream. Where validation does not follow the epochs, a stream runs from one to the next."""
-        if trainer.check_val_every_n_epoch is not None:
-            self._stream = None
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Record the forward pass, if the detectors are fitted on those of the training."""
+        """Record the forward pass, if the detectors are fitted on those of the training.
+
+        A stream covers an epoch; where validation does not follow the epochs, it runs from one validation to the next.
+        """
+        if batch_idx == 0 and trainer.check_val_every_n_epoch is not None:
+            self._stream = None
         if self.refit == "stream" and self._due(trainer):
             self._encoder.start()
 

@@ -137,8 +137,14 @@ class Call(NamedTuple):
     """One call of a layer that may be the head, or of a module around it."""
 
     name: str
+    layer: nn.Module
     inputs: Tensor | None  #: the first tensor that a layer got; None for modules around it
     outputs: list[Tensor]  #: the tensors that it returned, or the one that is named ``logits``
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether a layer got features of shape (B, D)."""
+        return self.inputs is not None and self.inputs.ndim == 2
 
 
 def is_linear(layer: nn.Module) -> bool:
@@ -164,20 +170,21 @@ def as_linear(layer: nn.Module | None) -> nn.Linear | None:
     return linear
 
 
-def locate(layer: nn.Module, call: Call, returned: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+def locate(call: Call, returned: list[Tensor]) -> tuple[Tensor, Tensor] | None:
     """Features (B, D) and logits (B, K) of each sample in a call of the head; None if nobody can tell.
 
     Of several positions (tokens, places of a map) the features are the one whose output the network returned, or the
     mean if it returned the mean.
 
     Args:
-        layer: the head.
-        call: its call.
+        call: of the head.
         returned: tensors (B, K) that the modules around it returned.
     """
-    z, logits = call.inputs, call.outputs[0]
-    if z is None or z.ndim == 2 or not is_linear(layer):
-        return None if z is None or z.ndim != 2 else (widened(z), widened(logits))
+    layer, z, logits = call.layer, call.inputs, call.outputs[0]
+    if z is None or call.is_flat:
+        return None if z is None else (widened(z), widened(logits))
+    if not is_linear(layer):
+        return None
     # (B, positions, channels)
     z, logits = (widened(t.flatten(1, -2) if isinstance(layer, nn.Linear) else t.flatten(2).mT) for t in (z, logits))
     if z.shape[1] == 1:
@@ -275,13 +282,13 @@ class BatchEncoder:
         outputs = [z for z in parts if isinstance(z, Tensor) and z.is_floating_point()]
         if not inside:  # a single output for each sample may come without its dimension
             flat = [z.reshape(len(z), -1) for z in outputs if z.ndim and z.shape[2:].numel() == 1]
-            self._calls.append(Call(name, None, [self._copy(z) for z in flat]))
+            self._calls.append(Call(name, layer, None, [self._copy(z) for z in flat]))
             return
         z = next((z for z in (*args, *kwargs.values()) if isinstance(z, Tensor)), None)
         # while the head is unknown, convolutions of the body are not of interest
         searching = self.by_head and self.head is None and not isinstance(layer, nn.Linear)
         if z is not None and outputs and not (searching and z[0, 0].numel() > 1):
-            self._calls.append(Call(name, self._copy(z), [self._copy(z) for z in outputs]))
+            self._calls.append(Call(name, layer, self._copy(z), [self._copy(z) for z in outputs]))
 
     def _copy(self, tensor: Tensor) -> Tensor:
         # a copy, since the module may go on in place; but not of the tokens of all layers.
@@ -310,10 +317,10 @@ class BatchEncoder:
         inputs = batch_inputs(batch) if self._forward is None else batch
         size = num_samples(inputs) if labels is None else len(labels)
         layers, around = list[Call](), list[Call]()  # those of the batch's size, the last call first
-        for name, z, outputs in reversed(calls):
-            outputs = [output for output in outputs if size in (None, len(output))]
-            if outputs and (z is None or size in (None, len(z))):
-                (around if z is None else layers).append(Call(name, z, outputs))
+        for call in reversed(calls):
+            outputs = [output for output in call.outputs if size in (None, len(output))]
+            if outputs and (call.inputs is None or size in (None, len(call.inputs))):
+                (around if call.inputs is None else layers).append(call._replace(outputs=outputs))
         # of the outermost module; nothing, if a layer ran after it
         returned = around[0].outputs if around and calls[-1].inputs is None else []
         pair: tuple[Tensor, Tensor | None] | None = None
@@ -336,15 +343,14 @@ class BatchEncoder:
         self, layers: list[Call], returned: list[Tensor], around: list[Tensor]
     ) -> tuple[Tensor, Tensor] | None:
         """Features and logits at the head, which is the last layer whose output was returned, or else is as wide."""
+        named = [call for call in layers if call.name == self.head and (call.is_flat or is_linear(call.layer))]
         inner = [call for call in layers if call.name != self.head]
-        widths = {z.shape[1] for z in returned}
-        calls = [call for call in layers if call.name == self.head]
-        calls = [call for call in calls if is_linear(self.module.get_submodule(call.name)) or call.inputs.ndim == 2]  # type: ignore[union-attr]
-        calls += [call for call in inner if any(_gives(self.module.get_submodule(call.name), call, z) for z in returned)]
+        returning = [call for call in inner if any(_gives(call, z) for z in returned)]
         # what was returned may be made of the logits in some other way
-        flat = [call for call in inner if call.inputs.ndim == 2]  # type: ignore[union-attr]
-        calls += [call for call in flat if not widths or call.outputs[0].shape[1] in widths]
-        pair = locate(self.module.get_submodule(calls[0].name), calls[0], around) if calls else None
+        widths = {z.shape[1] for z in returned}
+        as_wide = [call for call in inner if call.is_flat and (not widths or call.outputs[0].shape[1] in widths)]
+        calls = named + returning + as_wide
+        pair = locate(calls[0], around) if calls else None
         self.head = self.head if pair is None else calls[0].name
         return pair
 
@@ -442,9 +448,9 @@ class Encoding(nn.Module):
         return values
 
 
-def _gives(layer: nn.Module, call: Call, returned: Tensor) -> bool:
+def _gives(call: Call, returned: Tensor) -> bool:
     """Whether a layer gave what the network returned."""
-    _, logits = locate(layer, call, [returned]) or (None, None)
+    _, logits = locate(call, [returned]) or (None, None)
     same_shape = logits is not None and logits.shape == returned.shape
     return same_shape and torch.allclose(logits, widened(returned), equal_nan=True)  # type: ignore[arg-type]
 

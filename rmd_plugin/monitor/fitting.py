@@ -13,10 +13,9 @@ import torch
 from pytorch_lightning import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
-from torchmetrics import Metric
 
 from rmd_plugin.compare.adapters import Adapter, Encoded, EncodingError, Representation, take
-from rmd_plugin.compare.metrics import FeatureRows, quiet_compute
+from rmd_plugin.detectors.moments import check_labels
 from rmd_plugin.monitor.features import BatchEncoder, visiting
 
 #: strategies under which every process has the whole network; by name, for there are two roots of Lightning
@@ -166,10 +165,12 @@ def encode_share(
 
     The module and the random states are afterwards as they were. Close the iterator if you leave it early.
     """
-    seen, together = 0, runs_together(trainer)
-    with visiting(trainer.lightning_module, share.seed), torch.inference_mode(False), torch.no_grad():
+    seen, together, module = 0, runs_together(trainer), trainer.lightning_module
+    with visiting(module, share.seed), torch.inference_mode(False), torch.no_grad():
         for batch, keep in _together(iter(share), trainer) if together else share:
-            batch = transfer(trainer, batch)
+            # to the module's device and precision, through the user's hooks
+            batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
             try:
                 with trainer.precision_plugin.forward_context():
                     encoded = encoder(batch, labelled=labelled)
@@ -182,14 +183,47 @@ def encode_share(
             seen += len(encoded)
 
 
-def transfer(trainer: Trainer, batch: Any) -> Any:
-    """Bring a batch to the module's device and precision as the trainer does, with all of the user's hooks."""
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-
-
 # -- many detectors ----------------------------------------------------------------------------------------------------
+
+
+class FeatureRows:
+    """Collects rows of features (or logits) with their labels, in an order that does not depend on the processes.
+
+    For detectors that need all features at once. Memory grows with the number of samples; it is kept on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def update(self, rows: Tensor, labels: Tensor, index: Tensor) -> None:
+        """Add rows (B, D) with labels (B,) and positions in the whole set (B,); labels below zero are skipped.
+
+        Raises:
+            ValueError: if rows are NaN or infinite, or the shapes do not fit.
+        """
+        is_id = check_labels(labels, len(rows)) >= 0
+        if bad := int((~rows[is_id].isfinite()).any(1).sum()):
+            raise ValueError(f"{bad} of {len(rows)} samples have NaN or infinite values. The batch was not added.")
+        with torch.inference_mode(False):
+            batch = (rows.detach()[is_id], labels.long()[is_id], index.to(is_id.device)[is_id])
+            self._batches.append(tuple(part.cpu().clone() for part in batch))  # type: ignore[arg-type]
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """Rows (N, D) and labels (N,) of all processes, ordered by index.
+
+        Raises:
+            ValueError: if no sample with a label >= 0 was seen.
+        """
+        batches = self._batches
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            gathered: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(gathered, batches)  # a process may have none
+            batches = [batch for part in gathered for batch in part]
+        if not sum(len(index) for _, _, index in batches):
+            raise ValueError("no ID sample (label >= 0) was seen: there is nothing to fit.")
+        rows, labels, index = map(torch.cat, zip(*batches, strict=True))
+        order = index.argsort(stable=True)
+        return rows[order], labels[order]
 
 
 class Fit:
@@ -203,13 +237,14 @@ class Fit:
         self.num_samples = 0  #: seen on this process
         self.classes: set[int] = set()  #: labels of the samples of all processes, after :meth:`finish`
         self.keys: dict[str, Any] = {}  #: what a detector is fitted on; those with the same key share a metric
-        self.metrics: dict[Any, Metric] = {}
+        self.metrics: dict[Any, Any] = {}  #: ClassMoments or FeatureRows
         self._errors: dict[Any, Exception] = {}
         for name, adapter in adapters.items():
             if adapter.fitted_on is None:
                 continue
             if adapter.fitted_on is Representation.MOMENTS:
-                metric = adapter.detector.new_moments()  # type: ignore[attr-defined]
+                metric: Any = adapter.detector.new_moments()  # type: ignore[attr-defined]
+                metric.to("cpu" if device.type == "mps" else device)  # float64 sums do not exist on MPS
                 plain = (bool, int, float, str, type(None))  # its public settings
                 options = {k: v for k, v in vars(metric).items() if not k.startswith("_") and isinstance(v, plain)}
                 key: Any = (type(metric), *sorted(options.items()))
@@ -217,8 +252,7 @@ class Fit:
                 key = Representation.LOGITS if adapter.fitted_on is Representation.LOGITS else Representation.FEATURES
                 metric = FeatureRows()
             self.keys[name] = key
-            # float64 sums do not exist on MPS
-            self.metrics.setdefault(key, metric.to("cpu" if device.type == "mps" else device))
+            self.metrics.setdefault(key, metric)
 
     def update(self, encoded: Encoded, positions: Tensor, keep: Tensor | slice = slice(None)) -> None:
         """Add the samples to keep of a batch; ``positions`` is their order over all processes, shape (B,)."""
@@ -261,8 +295,7 @@ class Fit:
 
     def _gather(self, key: Any) -> Any:
         """What the metric of all processes together holds."""
-        with quiet_compute():
-            gathered: Any = self.metrics[key].compute()
+        gathered: Any = self.metrics[key].compute()
         if not isinstance(key, Representation):
             self.classes |= set(gathered.counts.nonzero().flatten().tolist())
             return gathered

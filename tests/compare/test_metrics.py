@@ -10,7 +10,7 @@ from sklearn.metrics import auc, precision_recall_curve, roc_auc_score
 from torchmetrics import MetricTracker
 
 from rmd_plugin.compare import metrics
-from rmd_plugin.compare.metrics import METRICS, FeatureRows, OODScores, aurc, compare_scores, joint_metrics
+from rmd_plugin.compare.metrics import METRICS, OODScores, aurc, compare_scores, joint_metrics
 
 
 def make_scores(n_id=60, n_ood=40, scale=1.0):
@@ -123,32 +123,6 @@ def test_bad_scores_are_refused_with_a_reason(call, message):
 def test_names_that_a_metric_could_not_carry_are_refused(names):
     with pytest.raises(ValueError, match="names of OOD sets"):
         OODScores(names)
-
-
-def test_rows_come_back_in_the_order_of_their_index():
-    metric = FeatureRows()
-    z, y = torch.randn(9, 3), torch.tensor([0, 1, -1, 2, 0, 1, -5, 2, 0])
-    order = torch.randperm(9)
-    for index in order.split(4):
-        metric.update(z[index], y[index], index)
-    rows, labels = metric.compute()
-    is_id = y >= 0
-    assert torch.equal(rows, z[is_id])
-    assert torch.equal(labels, y[is_id])
-
-
-def test_rows_that_are_not_finite_are_refused_and_not_kept():
-    metric = FeatureRows()
-    z, y = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
-    metric.update(z, y, torch.arange(4))
-    z[2, 1] = torch.inf
-    with pytest.raises(ValueError, match="1 of 4 samples have NaN or infinite"):
-        metric.update(z, y, torch.arange(4))
-    assert len(metric.compute()[0]) == 4
-    metric.reset()
-    metric.update(torch.randn(2, 3), torch.tensor([-1, -1]), torch.arange(2))
-    with pytest.raises(ValueError, match="nothing to fit"):
-        metric.compute()
 
 
 def test_the_area_under_the_risk_coverage_curve_is_that_of_torch_uncertainty():

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing as mp
 
-from rmd_plugin.compare.metrics import FeatureRows
 from rmd_plugin.monitor.callback import OODMonitor, unpack_history
+from rmd_plugin.monitor.fitting import FeatureRows
 
 pytestmark = pytest.mark.ddp
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from rmd_plugin.monitor.fitting import Share
+from rmd_plugin.monitor.fitting import FeatureRows, Share
 
 NUMBERS = torch.arange(256)
 #: labels of 4 classes in the orders that people's sets have
@@ -77,3 +77,29 @@ def test_no_global_random_state_is_used_or_moved():
     torch.manual_seed(torch.initial_seed() + 1)
     np.random.seed(5)  # noqa: NPY002
     assert taken(numbers(), limit=2) == chosen
+
+
+def test_rows_come_back_in_the_order_of_their_index():
+    metric = FeatureRows()
+    z, y = torch.randn(9, 3), torch.tensor([0, 1, -1, 2, 0, 1, -5, 2, 0])
+    order = torch.randperm(9)
+    for index in order.split(4):
+        metric.update(z[index], y[index], index)
+    rows, labels = metric.compute()
+    is_id = y >= 0
+    assert torch.equal(rows, z[is_id])
+    assert torch.equal(labels, y[is_id])
+
+
+def test_rows_that_are_not_finite_are_refused_and_not_kept():
+    metric = FeatureRows()
+    z, y = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
+    metric.update(z, y, torch.arange(4))
+    z[2, 1] = torch.inf
+    with pytest.raises(ValueError, match="1 of 4 samples have NaN or infinite"):
+        metric.update(z, y, torch.arange(4))
+    assert len(metric.compute()[0]) == 4
+    metric = FeatureRows()
+    metric.update(torch.randn(2, 3), torch.tensor([-1, -1]), torch.arange(2))
+    with pytest.raises(ValueError, match="nothing to fit"):
+        metric.compute()
