@@ -72,15 +72,6 @@ class Sharded(kit.Integers):
         return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
-class Broken(TensorDataset):
-    """Has samples that only one process meets, and that cannot be read."""
-
-    def __getitem__(self, index):
-        if index in (101, 3):
-            raise OSError("a bad sample")
-        return super().__getitem__(index)
-
-
 class Look(pl.Callback):
     """Whether the weights are sharded where other people's callbacks may look at them."""
 
@@ -126,17 +117,6 @@ def train(strategy, folder, *monitors):
     return [p.detach().clone() for p in (*sharded, *module.buffers())], look.sharded
 
 
-def broken(strategy, folder):
-    """A bad sample on one process: in the data to fit on and in an OOD set."""
-    x, y = data("train").dataset.tensors
-    fitting = DataLoader(Broken(x, y), 8)
-    sick = OODMonitor({"rmd": kit.Keeping()}, "model.1", {"near": data("near")}, fit_loader=fitting, prefix="sick")
-    bad = DataLoader(Broken(*data("near").dataset.tensors), 8)
-    well = OODMonitor({"rmd": kit.Keeping()}, "model.1", {"near": data("near"), "bad": bad}, prefix="well")
-    trainer_of(strategy, sick, well, max_epochs=1).fit(Sharded(), data("train"), data("val"))
-    return {monitor.prefix: monitor.history for monitor in (sick, well)}
-
-
 def evaluate(strategy, folder):
     """The detectors of a sharded checkpoint, which another OODMonitor reads."""
     monitor = kit.Recording(
@@ -158,7 +138,6 @@ def main(scenario, folder):
             OODMonitor({"rmd": kit.Keeping(shrinkage=0.1)}, "model.fc", refit="stream", prefix="stream"),
         ]
         found = {"plain": train("fsdp2", folder), "monitored": train("fsdp2", folder, *monitors)}
-        found["broken"] = broken("fsdp2", folder)
         found["evaluated"] = evaluate("fsdp2", folder)
         torch.save(found, f"{folder}/more-{kit.rank()}.pt")
     else:  # a forward pass fails on this rank, in the middle of an OOD set

