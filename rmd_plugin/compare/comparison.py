@@ -21,7 +21,8 @@ from rmd_plugin.compare import features, rows
 from rmd_plugin.compare.adapters import Adapter, Encoded, Factory, NetworkParts, NotSupported, Representation, build
 from rmd_plugin.compare.features import TEST, TRAIN, VAL, Extractor, seeded
 from rmd_plugin.compare.metrics import aurc, compare_scores, joint_metrics
-from rmd_plugin.detectors.conformal import Calibrated, Calibration, allowed_alarms, check_level
+from rmd_plugin.detectors.conformal import Calibrated, Calibration, allowed_alarms
+from rmd_plugin.detectors.drift import check_level
 from rmd_plugin.detectors.detectors import evaluating
 from rmd_plugin.detectors.moments import NumericalWarning
 

@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, count
-from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pytorch_ood.api import Detector, FeaturesDetector, GradientDetector, LogitsDetector, RequiresFittingException
@@ -35,11 +34,9 @@ from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from rmd_plugin.detectors.detectors import STATE_FORMAT, StatefulDetector, as_pair, check_state, evaluating, to_device
+from rmd_plugin.detectors.drift import DriftAlarm, check_level
 from rmd_plugin.detectors.moments import Gather, Path, check_features, check_labels, read_state, warn, write_state
 from rmd_plugin.detectors.snapshot import NETWORKS, build_detector, give_encoder, restore_snapshot, take_snapshot
-
-if TYPE_CHECKING:
-    from rmd_plugin.detectors.drift import DriftAlarm
 
 Network = Callable[[Any], Tensor]
 _Kind = Literal["inputs", "features", "logits"]
@@ -49,12 +46,6 @@ _PREDICT = {"inputs": "predict", "features": "predict_features", "logits": "pred
 
 
 # -- levels -----------------------------------------------------------------------------------------------------------
-
-
-def check_level(name: str, value: float, example: float = 0.05) -> None:
-    """Refuse what is no probability strictly between 0 and 1."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < value < 1.0:
-        raise ValueError(f"{name} must be a number between 0 and 1, for example {example}, got {value!r}.")
 
 
 def required_samples(alpha: float, confidence: float | None = None) -> int:
@@ -736,8 +727,6 @@ class Calibrated(Detector):
 
     def drift_alarm(self, level: float = 0.01, every: int | None = None, seed: int = 0) -> DriftAlarm:
         """An alarm for a stream of scores that are no longer like the calibration's: :class:`rmd_plugin.DriftAlarm`."""
-        from rmd_plugin.detectors.drift import DriftAlarm
-
         if self.fold_detectors:
             raise ValueError("a drift alarm needs the scores of held-out data: calibrate(loader), not fit_calibrate.")
         return DriftAlarm(self._require_calibration().scores, level, every, seed)

@@ -22,8 +22,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rmd_plugin.detectors.conformal import check_level
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -250,3 +248,9 @@ def _checked(scores: Scores) -> _Array:
     if bad := int(np.isnan(values).sum()):
         raise ValueError(f"{bad} of {len(values)} scores are NaN. Nothing was added; a sample without a score is inf.")
     return values
+
+
+def check_level(name: str, value: float, example: float = 0.05) -> None:
+    """Refuse what is no probability strictly between 0 and 1."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < value < 1.0:
+        raise ValueError(f"{name} must be a number between 0 and 1, for example {example}, got {value!r}.")

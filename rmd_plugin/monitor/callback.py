@@ -31,8 +31,8 @@ from rmd_plugin.compare import adapters
 from rmd_plugin.compare.adapters import Encoded, EncodingError, Representation
 from rmd_plugin.compare.metrics import MEAN, METRICS, check_set_names, compare_scores
 from rmd_plugin.compare.rows import FALSE_ALARMS, THRESHOLD
-from rmd_plugin.detectors.conformal import Calibrated, Calibration, bare, check_level, required_samples
-from rmd_plugin.detectors.drift import DriftAlarm
+from rmd_plugin.detectors.conformal import Calibrated, Calibration, bare, required_samples
+from rmd_plugin.detectors.drift import DriftAlarm, check_level
 from rmd_plugin.detectors.snapshot import NotKeptError, build_detector, restore_snapshot, take_snapshot
 from rmd_plugin.files import detector_options, replacing
 from rmd_plugin.monitor import Callback, fitting
