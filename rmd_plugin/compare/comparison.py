@@ -22,8 +22,8 @@ from rmd_plugin.compare.adapters import Adapter, Encoded, Factory, NetworkParts,
 from rmd_plugin.compare.features import TEST, TRAIN, VAL, Extractor, seeded
 from rmd_plugin.compare.metrics import aurc, compare_scores, joint_metrics
 from rmd_plugin.detectors.conformal import Calibrated, Calibration, allowed_alarms
-from rmd_plugin.detectors.drift import check_level
 from rmd_plugin.detectors.detectors import evaluating
+from rmd_plugin.detectors.drift import check_level
 from rmd_plugin.detectors.moments import NumericalWarning
 
 log = logging.getLogger(__name__)
