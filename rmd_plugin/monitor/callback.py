@@ -37,7 +37,7 @@ from rmd_plugin.detectors.snapshot import NotKeptError, build_detector, restore_
 from rmd_plugin.files import detector_options, replacing
 from rmd_plugin.monitor import Callback, fitting
 from rmd_plugin.monitor.features import BatchEncoder, Encoding, as_linear, is_linear, isolated_rng, visiting
-from rmd_plugin.monitor.fitting import Fit, Share, encode_share, is_map_style, runs_together, training_loader
+from rmd_plugin.monitor.fitting import Fit, Share, encode_share, runs_together, training_loader
 
 __all__ = ["OODMonitor", "OODMonitorWarning"]
 
@@ -246,7 +246,10 @@ class OODMonitor(Callback):
         ood = check_loaders(self._offered(trainer, "ood_dataloaders") or {}) if self.ood is None else self.ood
         limit = trainer.limit_test_batches if self._stage == "test" else trainer.limit_val_batches
         limit = limit if self.limit_ood_batches is None else self.limit_ood_batches
-        self._ood_shares = {name: self._share(trainer, loader, limit, rebuild=False) for name, loader in ood.items()}
+        place = (trainer.global_rank, trainer.world_size)
+        self._ood_shares = {
+            name: Share(loader, *place, limit, seed=self.seed, rebuild=False) for name, loader in ood.items()
+        }
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
@@ -363,14 +366,8 @@ class OODMonitor(Callback):
         source = training_loader(trainer, twice=True) if self._fit_source is None else self._fit_source
         if self._fit_share is None or self._fit_share.source is not source:
             limit = trainer.limit_train_batches if self.limit_fit_batches is None else self.limit_fit_batches
-            self._fit_share = self._share(trainer, source, limit)
+            self._fit_share = Share(source, trainer.global_rank, trainer.world_size, limit, seed=self.seed)
         return self._fit_share
-
-    def _share(self, trainer: Trainer, loader: Any, limit: Any, *, rebuild: bool = True) -> Share:
-        """This process's share of a loader."""
-        if runs_together(trainer) and not is_map_style(loader):
-            raise EncodingError("under FSDP2 all processes need equally many batches: pass a map-style DataLoader.")
-        return Share(loader, trainer.global_rank, trainer.world_size, limit, seed=self.seed, rebuild=rebuild)
 
     def _fit(self, trainer: Trainer, names: list[str]) -> None:
         """Fit detectors. Every process has to call it."""

@@ -149,6 +149,8 @@ def encode_share(
 
     The module and the random states are afterwards as they were. Close the iterator if you leave it early.
     """
+    if runs_together(trainer) and not is_map_style(share.source):
+        raise EncodingError("under FSDP2 all processes need equally many batches: pass a map-style DataLoader.")
     seen, module = 0, trainer.lightning_module
     with visiting(module, share.seed), torch.inference_mode(False), torch.no_grad():
         for batch, keep in share:
