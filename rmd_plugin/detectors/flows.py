@@ -30,8 +30,8 @@ from tqdm.auto import tqdm
 
 from rmd_plugin.detectors import gaussian
 from rmd_plugin.detectors.detectors import RMD_INFO, StatefulDetector
-from rmd_plugin.detectors.gaussian import Shrinkage, full_precision
-from rmd_plugin.detectors.moments import Moments, check_features, pool_features, unit_length, warn
+from rmd_plugin.detectors.gaussian import Coordinates, Shrinkage, full_precision
+from rmd_plugin.detectors.moments import Moments, check_features, pool_features, warn
 
 if TYPE_CHECKING:
     from nflows.flows import Flow
@@ -424,17 +424,10 @@ def _discriminant(moments: Moments, shrinkage: Shrinkage) -> Tensor | None:
     return projection * torch.where(largest < 0, -1.0, 1.0)
 
 
-def project(z: Tensor, shift: Tensor, projection: Tensor, normalize: bool) -> Tensor:
-    """Coordinates u of :func:`fit_start`, shape (B, q), float64, of features of shape (B, D) or (B, C, H, W)."""
-    # float64: whitening gathers the rounding errors of wide features in narrow directions, and costs little here
-    z = pool_features(z.double())
-    return ((unit_length(z) if normalize else z) - shift) @ projection
-
-
 # -- scoring ----------------------------------------------------------------------------------------------------------
 
 
-class FlowScore(nn.Module):
+class FlowScore(Coordinates):
     """Scores features by flows; holds buffers only, so it can be exported.
 
     Args:
@@ -448,10 +441,8 @@ class FlowScore(nn.Module):
     def __init__(
         self, state: Parameters, classes: FlowBank, background: FlowBank | None, *, relative: bool, normalize: bool
     ) -> None:
-        super().__init__()
-        self.normalize, self.relative = normalize, relative
-        self.shift = nn.Buffer(state["shift"].clone())
-        self.projection = nn.Buffer(state["projection"].clone())
+        super().__init__(state["shift"], state["projection"], torch.float64, normalize=normalize)
+        self.relative = relative
         self.background_projection = nn.Buffer(state["background_projection"].clone())
         # the volume of the whitening itself is in both densities of a ratio and cancels
         self.log_volume = nn.Buffer(state["background_log_volume"] if relative else -state["log_volume"])
@@ -482,7 +473,7 @@ class FlowScore(nn.Module):
     def whiten(self, z: Tensor) -> Tensor:
         """Coordinates u of shape (B, q), float64."""
         with full_precision(z):
-            return project(z, self.shift, self.projection, self.normalize)
+            return self.project(self.centre(z))
 
 
 class FlowBank(nn.Module):
@@ -635,9 +626,11 @@ class FlowDetector(StatefulDetector):
         device = z.device if self.device is None else self.device
         own = torch.empty(len(z), points.shape[1], dtype=torch.float32, device=device)
         everywhere = torch.empty_like(own if self.background == "flow" else own[:0])
+        # float64: whitening gathers the rounding errors of wide features in narrow directions, and costs little here
+        coordinates = Coordinates(state["shift"], state["projection"], torch.float64, normalize=self.normalize)
         for start in range(0, len(z), _CHUNK_ROWS):
             part = slice(start, start + _CHUNK_ROWS)
-            u = project(z[part].to(points.device), state["shift"], state["projection"], self.normalize)
+            u = coordinates.project(coordinates.centre(z[part].to(points.device)))
             own[part] = (u - points[index[part].to(u.device)]).to(own)
             if self.background == "flow":
                 everywhere[part] = (u @ state["background_projection"]).to(own)
