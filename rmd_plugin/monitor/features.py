@@ -330,7 +330,7 @@ class BatchEncoder:
             pair = pool_features(widened(layers[0].outputs[0])), returned[0] if returned else None
         if pair is None:
             raise EncodingError(
-                f"the features of {size} samples were not found at {self.head or 'any linear layer'}. Name the layer "
+                f"the features of {size} samples were not found at {self.head or self.encoder or 'any linear layer'}. Name the layer "
                 "behind the pooling by head=, or pass encoder=, forward=lambda module, batch: ..., or fit_loader= with "
                 f"batches (x, y). {self._candidates()}"
             )
