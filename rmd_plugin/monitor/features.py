@@ -330,9 +330,9 @@ class BatchEncoder:
             pair = pool_features(widened(layers[0].outputs[0])), returned[0] if returned else None
         if pair is None:
             raise EncodingError(
-                f"the features of {size} samples were not found at {self.head or self.encoder or 'any linear layer'}. Name the layer "
-                "behind the pooling by head=, or pass encoder=, forward=lambda module, batch: ..., or fit_loader= with "
-                f"batches (x, y). {self._candidates()}"
+                f"the features of {size} samples were not found at {self.head or self.encoder or 'any linear layer'}. "
+                "Name the layer behind the pooling by head=, or pass encoder=, forward=lambda module, batch: ..., "
+                f"or fit_loader= with batches (x, y). {self._candidates()}"
             )
         features, logits = pair
         # one sigmoid output is no distribution over classes: detectors on logits would score all samples alike
