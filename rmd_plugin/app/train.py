@@ -165,23 +165,35 @@ def _fit(cfg: DictConfig, folder: RunFolder) -> tuple[OODBenchmark, Backbone, pl
         last_epoch = ModelCheckpoint(place, "last", save_on_train_epoch_end=True, enable_version_counter=False)
         options = {"max_epochs": cfg.pretrain.max_epochs, "callbacks": [RandomStates(), last_epoch], "logger": False}
         pretrainer = make_trainer(cfg, **options)
-        with stoppable(pretrainer), single_job():  # of a stage that was finished before, this loads the weights
-            data = BenchmarkData(benchmark, backbone, **loading)
-            pretrainer.fit(stage, datamodule=data, ckpt_path=_to_resume(cfg, place))
+        # of a stage that was finished before, this loads the weights
+        _train_stage(cfg, pretrainer, stage, BenchmarkData(benchmark, backbone, **loading), place)
         if pretrainer.interrupted:
             raise KeyboardInterrupt
     if trainer is not None:
-        last = _to_resume(cfg, folder.file(CHECKPOINTS))
-        if last is not None and rank() == 0:
-            _continue_logs(loggers, torch.load(last, map_location="cpu", weights_only=True)["global_step"])
-        with stoppable(trainer), single_job():
-            trainer.fit(module, datamodule=BenchmarkData(benchmark, backbone, **loading), ckpt_path=last)
+        data = BenchmarkData(benchmark, backbone, **loading)
+        _train_stage(cfg, trainer, module, data, folder.file(CHECKPOINTS))
     return benchmark, backbone, trainer
 
 
-def _to_resume(cfg: DictConfig, folder: Path) -> Path | None:
-    """The checkpoint that a stage goes on from, if it is to be resumed and has one."""
-    return folder / LAST if cfg.resume and (folder / LAST).is_file() else None
+def _train_stage(
+    cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: BenchmarkData, folder: Path
+) -> None:
+    """Train, with ``resume=true`` from the last epoch whose checkpoint is in the folder on.
+
+    Ctrl-C ends the training and the job goes on: Lightning would end the process and ignore further Ctrl-C.
+    """
+    last = folder / LAST if cfg.resume and (folder / LAST).is_file() else None
+    if last is not None and rank() == 0:
+        _continue_logs(trainer.loggers, torch.load(last, map_location="cpu", weights_only=True)["global_step"])
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with single_job():
+            trainer.fit(module, datamodule=data, ckpt_path=last)
+    except SystemExit:
+        if not trainer.interrupted:
+            raise
+        signal.signal(signal.SIGINT, handler)
+        log.warning("the training was stopped: what follows is about the best weights so far")
 
 
 def _continue_logs(loggers: list[Any], step: int) -> None:
@@ -276,19 +288,6 @@ class RandomStates(Callback):
 
     #: where no epoch was left to train
     on_fit_end = on_train_epoch_start
-
-
-@contextmanager
-def stoppable(trainer: pl.Trainer) -> Iterator[None]:
-    """Let a job go on after Ctrl-C in its training: Lightning would end the process and ignore further Ctrl-C."""
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    except SystemExit:
-        if not trainer.interrupted:
-            raise
-        signal.signal(signal.SIGINT, before)
-        log.warning("the training was stopped: what follows is about the best weights so far")
 
 
 @contextmanager
