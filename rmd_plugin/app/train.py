@@ -35,7 +35,7 @@ from rmd_plugin.backbones.base import PREPROCESSING, Backbone
 from rmd_plugin.backbones.transforms import ImageTransform
 from rmd_plugin.benchmarks import OODBenchmark, Split
 from rmd_plugin.compare.features import Extractor
-from rmd_plugin.compare.rows import select, unique
+from rmd_plugin.compare.rows import select
 from rmd_plugin.detectors.moments import NumericalWarning
 from rmd_plugin.monitor.callback import OODMonitor
 from rmd_plugin.report.run import RunFolder, job_arguments
@@ -130,8 +130,7 @@ def objective(cfg: DictConfig, logged: Mapping[str, float], rows: pd.DataFrame) 
     name = str(cfg.objective)
     if name.startswith("ood/"):
         _, detector, ood, metric = name.split("/")
-        rated = select(rows, detector=detector, metric=metric)
-        rated = rated[rated["ood"].isin(unique(rated, "ood") if ood == "mean" else [ood])]
+        rated = select(rows, detector=detector, metric=metric, **({} if ood == "mean" else {"ood": ood}))
         return float(rated["value"].mean(skipna=False)) if len(rated) else None
     if cfg.train and name not in logged:
         raise ValueError(f"objective={name} was not logged. The training logs {', '.join(sorted(logged))}.")
