@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,28 +63,28 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _config_folders() -> list[Path]:
-    """The folders of the configs: ours, and the ``--config-dir`` of this command, if it has one."""
-    words = [part for word in sys.argv for part in word.split("=", 1)]
-    users = [Path(folder) for flag, folder in pairwise(words) if flag in ("--config-dir", "-cd")]
-    return [config_root(), config_root() / "shared", *users]
+def _config_files(pattern: str, config: DictConfig) -> dict[str, Path]:
+    """Files of the configs by name: those of the ``--config-dir`` of this command, if it has one, and ours."""
+    sources = config.hydra.runtime.config_sources
+    users = [Path(source.path) for source in sources if source.provider == "command-line"]
+    folders = [*users, config_root() / "shared", config_root()]  # of equal names Hydra takes ours
+    return {file.relative_to(folder).as_posix(): file for folder in folders for file in folder.glob(pattern)}
 
 
-def choices(*groups: str) -> str:
+def choices(*groups: str, _root_: DictConfig) -> str:
     """The configs of some groups, a line each: Hydra's own list has those of the other commands too."""
     lines = []
     for group in groups:
-        folders = [folder / group for folder in _config_folders()]
-        files = {file.relative_to(folder).with_suffix("") for folder in folders for file in folder.rglob("*.yaml")}
-        names = sorted(file.as_posix() for file in files if not any(part.startswith("_") for part in file.parts))
+        files = _config_files(f"{group}/**/[!_]*.yaml", _root_)
+        names = sorted(name.removeprefix(f"{group}/").removesuffix(".yaml") for name in files)
         lines.append(f"{group}: {', '.join(names)}")
     return "\n".join(lines)
 
 
-def options(name: str) -> str:
+def options(name: str, _root_: DictConfig) -> str:
     """The options of a command or choice as they stand in its YAML, with the comments, which Hydra's own help drops."""
-    files = [folder / f"{name}.yaml" for folder in _config_folders()]
-    text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
+    files = _config_files(f"{name}.yaml", _root_)
+    text = "".join(file.read_text(encoding="utf-8") for file in files.values())
     after_defaults = re.split(r"^defaults:\n(?:  .*\n)+", text, maxsplit=1, flags=re.MULTILINE)[-1]
     shown = re.sub(r"^names:.*\Z", "", after_defaults, flags=re.MULTILINE | re.DOTALL).strip()
     return shown.replace("$", "$$")  # Hydra fills in $CONFIG afterwards, and takes any other dollar for a mistake

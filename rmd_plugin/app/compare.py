@@ -79,13 +79,11 @@ def evaluate(cfg: DictConfig, extractor: Extractor, folder: RunFolder, *, remark
     folder.write_scores(scores)
     shown = tables.comparison_tables(rows) + tables.decision_tables(rows)
     for ending, render in (("md", tables.to_markdown), ("tex", tables.to_latex), ("html", tables.to_html)):
-        with replacing(folder.file(f"table.{ending}")) as file:
-            file.write("\n".join(map(render, shown)))
+        folder.write_text(f"table.{ending}", "\n".join(map(render, shown)))
     if cfg.get("format") == "openood":
         folder.file("openood").mkdir(parents=True, exist_ok=True)
         for name, table in tables.openood_tables(rows).items():
-            with replacing(folder.file("openood") / f"{name}.csv", newline="") as file:
-                table.to_csv(file, float_format="%.2f", lineterminator="\n")
+            folder.write_text(f"openood/{name}.csv", table.to_csv(float_format="%.2f", lineterminator="\n"))
     from rmd_plugin.report import figures, page  # import matplotlib
 
     if cfg.figures and scores:

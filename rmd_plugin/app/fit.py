@@ -24,7 +24,7 @@ from rmd_plugin.compare.adapters import Factory, NetworkParts, NotSupported, bui
 from rmd_plugin.compare.comparison import Comparison
 from rmd_plugin.compare.features import TEST, TRAIN, VAL, Extractor, head_logits
 from rmd_plugin.compare.metrics import compare_scores
-from rmd_plugin.compare.rows import ACCURACY, AUROC, DETECTED, FALSE_ALARMS, at_level, make_row, select, unique
+from rmd_plugin.compare.rows import ACCURACY, AUROC, DETECTED, FALSE_ALARMS, at_level, select, unique
 from rmd_plugin.detectors.conformal import Calibrated, bare, required_samples
 from rmd_plugin.detectors.moments import Moments
 from rmd_plugin.guard.export import require_onnx
@@ -121,19 +121,16 @@ def calibrate_by_folds(cfg: DictConfig, extractor: Extractor, result: Comparison
         raise ValueError(f"there are too few held-out samples, and {name} cannot do without: {error}") from error
     result.detectors[name] = detector
     result.records = [row for row in result.records if row["detector"] != name]
-    names, scorer = parts.run_names(cfg), cast(Any, bare(detector))
-    test = scorer.predict_features(extractor.features(TEST).features)
-    for split in (TEST, *extractor.distance):
-        features = extractor.features(split).features
-        flagged = float(detector.is_ood_features(features).float().mean())
-        values: dict[str, Any] = {at_level(FALSE_ALARMS, cfg.alpha): flagged}
-        about: dict[str, Any] = {"reason": "calibrated by folds of the training samples, without the classifier"}
-        if split != TEST:
-            values = {at_level(DETECTED, cfg.alpha): flagged, **compare_scores(test, scorer.predict_features(features))}
-            about = {"distance": extractor.distance[split]}
-        ood = "" if split == TEST else split
-        for metric, value in values.items():
-            result.records.append(make_row(names[0], ood, names[1], name, cfg.seed, metric, float(value), **about))
+    scorer: Any = bare(detector)
+    test = extractor.features(TEST).features
+    false_alarms = float(detector.is_ood_features(test).float().mean())
+    reason = "calibrated by folds of the training samples, without the classifier"
+    result.records.append(result.row(name, at_level(FALSE_ALARMS, cfg.alpha), false_alarms, reason=reason))
+    for ood in extractor.distance:
+        features = extractor.features(ood).features
+        metrics = compare_scores(scorer.predict_features(test), scorer.predict_features(features))
+        metrics[at_level(DETECTED, cfg.alpha)] = detector.is_ood_features(features).float().mean()
+        result.records += [result.row(name, metric, float(value), ood=ood) for metric, value in metrics.items()]
 
 
 def train_moments(cfg: DictConfig, factory: Factory) -> Moments:

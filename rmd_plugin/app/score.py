@@ -183,15 +183,13 @@ class _Watch:
 def _previews(inputs: Any, names: Collection[str]) -> dict[str, Any]:
     """Thumbnails or texts of some samples, as far as they can still be read."""
     from rmd_plugin.files import read_picture
-    from rmd_plugin.report.page import thumbnail
+    from rmd_plugin.report.page import preview
 
-    raw = {} if inputs.kind == "features" else inputs.find(names)
-    if inputs.kind == "texts":
-        return raw
     previews = {}
-    for name, file in raw.items():
+    for name, raw in ({} if inputs.kind == "features" else inputs.find(names)).items():
         with suppress(OSError, ValueError):  # it could be read when it was scored; its row stands without a picture
-            previews[name] = thumbnail(read_picture(file), f"Thumbnail of {name}")
+            item = read_picture(raw) if inputs.kind == "images" else raw
+            previews[name] = preview(item, f"Thumbnail of {name}")
     return previews
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import signal
 import sys
 import warnings
@@ -12,15 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
+from lightning_fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning_utilities.core import rank_zero
 from omegaconf import DictConfig, read_write
 from pytorch_lightning.callbacks import Callback, Checkpoint, ModelCheckpoint, ProgressBar
@@ -36,7 +35,7 @@ from rmd_plugin.backbones.base import PREPROCESSING, Backbone
 from rmd_plugin.backbones.transforms import ImageTransform
 from rmd_plugin.benchmarks import OODBenchmark, Split
 from rmd_plugin.compare.features import Extractor
-from rmd_plugin.compare.rows import select, unique
+from rmd_plugin.compare.rows import select
 from rmd_plugin.detectors.moments import NumericalWarning
 from rmd_plugin.monitor.callback import OODMonitor
 from rmd_plugin.report.run import RunFolder, job_arguments
@@ -131,8 +130,7 @@ def objective(cfg: DictConfig, logged: Mapping[str, float], rows: pd.DataFrame) 
     name = str(cfg.objective)
     if name.startswith("ood/"):
         _, detector, ood, metric = name.split("/")
-        rated = select(rows, detector=detector, metric=metric)
-        rated = rated[rated["ood"].isin(unique(rated, "ood") if ood == "mean" else [ood])]
+        rated = select(rows, detector=detector, metric=metric, **({} if ood == "mean" else {"ood": ood}))
         return float(rated["value"].mean(skipna=False)) if len(rated) else None
     if cfg.train and name not in logged:
         raise ValueError(f"objective={name} was not logged. The training logs {', '.join(sorted(logged))}.")
@@ -150,7 +148,7 @@ def _fit(cfg: DictConfig, folder: RunFolder) -> tuple[OODBenchmark, Backbone, pl
     backbone = parts.make_backbone(cfg, benchmark)
     if rank() == 0:
         folder.note(preprocessing=parts.say_preprocessing(cfg, backbone, benchmark))
-    data = BenchmarkData(benchmark, backbone, batch_size=cfg.batch_size, num_workers=cfg.num_workers, seed=cfg.seed)
+    loading = {"seed": cfg.seed, "batch_size": cfg.batch_size, "num_workers": cfg.num_workers}
     trainer = None
     if cfg.train:  # before the first stage: what is wrong with the options is said before hours of training
         module = Classifier(backbone, **instantiate(cfg.optimizer))
@@ -166,22 +164,35 @@ def _fit(cfg: DictConfig, folder: RunFolder) -> tuple[OODBenchmark, Backbone, pl
         last_epoch = ModelCheckpoint(place, "last", save_on_train_epoch_end=True, enable_version_counter=False)
         options = {"max_epochs": cfg.pretrain.max_epochs, "callbacks": [RandomStates(), last_epoch], "logger": False}
         pretrainer = make_trainer(cfg, **options)
-        with stoppable(pretrainer), single_job():  # of a stage that was finished before, this loads the weights
-            pretrainer.fit(stage, datamodule=data, ckpt_path=_to_resume(cfg, place))
+        # of a stage that was finished before, this loads the weights
+        _train_stage(cfg, pretrainer, stage, BenchmarkData(benchmark, backbone, **loading), place)
         if pretrainer.interrupted:
             raise KeyboardInterrupt
     if trainer is not None:
-        last = _to_resume(cfg, folder.file(CHECKPOINTS))
-        if last is not None and rank() == 0:
-            _continue_logs(loggers, torch.load(last, map_location="cpu", weights_only=True)["global_step"])
-        with stoppable(trainer), single_job():
-            trainer.fit(module, datamodule=data, ckpt_path=last)
+        data = BenchmarkData(benchmark, backbone, **loading)
+        _train_stage(cfg, trainer, module, data, folder.file(CHECKPOINTS))
     return benchmark, backbone, trainer
 
 
-def _to_resume(cfg: DictConfig, folder: Path) -> Path | None:
-    """The checkpoint that a stage goes on from, if it is to be resumed and has one."""
-    return folder / LAST if cfg.resume and (folder / LAST).is_file() else None
+def _train_stage(
+    cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: BenchmarkData, folder: Path
+) -> None:
+    """Train, with ``resume=true`` from the last epoch whose checkpoint is in the folder on.
+
+    Ctrl-C ends the training and the job goes on: Lightning would end the process and ignore further Ctrl-C.
+    """
+    last = folder / LAST if cfg.resume and (folder / LAST).is_file() else None
+    if last is not None and rank() == 0:
+        _continue_logs(trainer.loggers, torch.load(last, map_location="cpu", weights_only=True)["global_step"])
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with single_job():
+            trainer.fit(module, datamodule=data, ckpt_path=last)
+    except SystemExit:
+        if not trainer.interrupted:
+            raise
+        signal.signal(signal.SIGINT, handler)
+        log.warning("the training was stopped: what follows is about the best weights so far")
 
 
 def _continue_logs(loggers: list[Any], step: int) -> None:
@@ -241,26 +252,6 @@ def evaluation_device(cfg: DictConfig) -> torch.device:
     return parts.choose_device("cpu" if cfg.trainer.get("accelerator") == "cpu" else "auto")
 
 
-def random_states() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators, as plain data that a checkpoint can hold."""
-    kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state())  # noqa: NPY002
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-    }
-
-
-def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Give the generators the states back that :func:`random_states` returned."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002
-    torch.set_rng_state(states["torch"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
-
-
 class RandomStates(Callback):
     """Keeps the random states of every process in checkpoints, and whether the training was stopped early.
 
@@ -271,10 +262,12 @@ class RandomStates(Callback):
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         """Add the random states by process; called in every process at the same time."""
-        states: list[Any] = [random_states()]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            states *= torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(states, states[0])
+        own = _collect_rng_states()
+        algorithm, keys, *position = own["numpy"]
+        own["numpy"] = (algorithm, keys.tolist(), *position)  # weights_only=True reads no array
+        states = [own] * trainer.world_size
+        if trainer.world_size > 1:
+            torch.distributed.all_gather_object(states, own)
         checkpoint[RANDOM_STATES] = {"states": states, "stopped": bool(trainer.should_stop)}
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
@@ -290,23 +283,10 @@ class RandomStates(Callback):
         """Go on with the random states of the epoch before."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None and trainer.global_rank < len(loaded["states"]):
-            restore_random_states(loaded["states"][trainer.global_rank])
+            _set_rng_states(loaded["states"][trainer.global_rank])
 
     #: where no epoch was left to train
     on_fit_end = on_train_epoch_start
-
-
-@contextmanager
-def stoppable(trainer: pl.Trainer) -> Iterator[None]:
-    """Let a job go on after Ctrl-C in its training: Lightning would end the process and ignore further Ctrl-C."""
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    except SystemExit:
-        if not trainer.interrupted:
-            raise
-        signal.signal(signal.SIGINT, before)
-        log.warning("the training was stopped: what follows is about the best weights so far")
 
 
 @contextmanager
@@ -432,15 +412,10 @@ class BenchmarkData(pl.LightningDataModule):
         self.benchmark, self.seed, self.options = benchmark, seed, options
         self.train_transform: Transform | None = getattr(backbone, "train_transform", None)
         self.test_transform: Transform | None = getattr(backbone, "test_transform", None)
-        self._shuffling = torch.Generator()  # of the training loader in use
-        self._saved: Tensor | None = None  # its state in the checkpoint that the training goes on from
+        self._shuffling = torch.Generator().manual_seed(seed)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled training samples behind the training transform."""
-        self._shuffling = torch.Generator().manual_seed(self.seed)
-        if self._saved is not None:
-            self._shuffling.set_state(self._saved)
-        self._saved = None
         return self._loader(self.benchmark.train_set(), self.train_transform, self._shuffling)
 
     def state_dict(self) -> dict[str, Any]:
@@ -448,8 +423,8 @@ class BenchmarkData(pl.LightningDataModule):
         return {"shuffling": self._shuffling.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next training loader go on from there."""
-        self._saved = state_dict["shuffling"]
+        """Let the training loader go on from there."""
+        self._shuffling.set_state(state_dict["shuffling"])
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Held-out in-distribution samples."""

@@ -14,7 +14,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.csv  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from rmd_plugin.benchmarks.dataset_files import read_columns
+from rmd_plugin.benchmarks.dataset_files import column_names, read_columns
 from rmd_plugin.files import is_picture, name_file_in_errors, replacing
 
 if TYPE_CHECKING:
@@ -95,18 +95,14 @@ class Inputs:
         if not path.endswith(self._endings):
             takes = ", ".join(self._endings)
             raise ValueError(f"{path} cannot be scored: a guard of {self.kind} takes {takes} and folders.")
-        try:
-            if path.endswith(".parquet"):
-                columns: Mapping[Any, Any] = {field.name: field.type for field in pq.read_schema(path)}
-            else:
-                columns = next(self._rows(path), {self.column: None, self.id: None})
-        except pa.ArrowException as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
+        columns = column_names(Path(path)) or next(self._rows(path), [self.column, self.id])
         for name in (self.column, self.id):
             if name is not None and name not in columns:
                 raise ValueError(f"{path}: there is no column {name!r} in {', '.join(map(str, columns))}.")
-        if path.endswith(".parquet") and hasattr(columns[self.column], "value_field") != (self.kind == "features"):
-            raise ValueError(f"{path}: column {self.column!r} of {columns[self.column]} holds no {self.kind}.")
+        if path.endswith(".parquet"):
+            values = pq.read_schema(path).field(self.column).type
+            if pa.types.is_nested(values) != (self.kind == "features"):
+                raise ValueError(f"{path}: column {self.column!r} of {values} holds no {self.kind}.")
 
     def __iter__(self) -> Iterator[Item]:
         for path in self.files:

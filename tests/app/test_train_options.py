@@ -17,9 +17,10 @@ from rmd_plugin.app import commands
 from rmd_plugin.app.commands import job_folder, watched
 from rmd_plugin.app.commands import train as main
 from rmd_plugin.app.parts import make_backbone, make_benchmark
-from rmd_plugin.app.train import check_options, make_callbacks
+from rmd_plugin.app.train import BenchmarkData, check_options, make_callbacks
 from rmd_plugin.app.train import train as run_job
 from rmd_plugin.backbones.small import MLP
+from rmd_plugin.benchmarks import Digits
 from rmd_plugin.report.run import RunFolder
 
 # a few samples of a narrow network: the detectors and Lightning warn of it, which a user sees and no test
@@ -298,6 +299,18 @@ def test_a_training_that_was_cut_off_ends_as_the_uninterrupted_one_did(tmp_path,
     assert all(map(torch.equal, weights[0]["state_dict"].values(), weights[1]["state_dict"].values()))
     assert (tmp_path / "whole/rows.csv").read_bytes() == (tmp_path / "cut/rows.csv").read_bytes()
     assert logged(tmp_path / "whole") == logged(tmp_path / "cut")
+
+
+def test_the_order_is_new_in_every_epoch_and_goes_on_from_a_saved_state():
+    def order(data):
+        return torch.cat([x for x, _ in data.train_dataloader()])
+
+    first, second = (BenchmarkData(Digits(limit_train=40), batch_size=10) for _ in range(2))
+    before = order(first)
+    second.load_state_dict(first.state_dict())
+    after = order(first)
+    assert not torch.equal(before, after)
+    assert torch.equal(order(second), after)
 
 
 @pytest.mark.slow
