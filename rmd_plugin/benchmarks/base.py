@@ -192,7 +192,10 @@ class Split(Dataset[tuple[object, int]]):
         self.indices = np.arange(len(source)) if indices is None else indices
         if len(labels) != len(self.indices):
             raise ValueError(f"{len(labels)} labels for {len(self.indices)} items")
-        self.labels = torch.from_numpy(np.asarray(labels).astype(np.int64))
+        numbers = np.asarray(labels).astype(np.int64)
+        if (numbers != np.asarray(labels)).any():
+            raise ValueError("labels must be whole numbers")
+        self.labels = torch.from_numpy(numbers)
         self.transform = transform
 
     def __len__(self) -> int:

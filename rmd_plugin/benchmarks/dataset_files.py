@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
@@ -192,7 +192,7 @@ def _dataset(path: Path) -> Any:
     files = sorted(file for file in path.rglob("*.parquet") if not file.name.startswith((".", "_")))
     if not files:
         raise DataFormatError(path, "is a folder without Parquet files")
-    return ds.dataset(files, format="parquet")
+    return ds.dataset(files, format=_ARROW_FORMATS[".parquet"])
 
 
 def column_names(path: Path) -> list[str] | None:
@@ -360,14 +360,31 @@ def list_pictures(path: Path) -> pd.DataFrame:
 # -- checks before torch is imported ----------------------------------------------------------------------------------
 
 
-def check_names(path: Path, names: Sequence[str]) -> None:
-    """Refuse a file of features with an array of an unknown name: its content would be ignored."""
-    known = {"features", "labels", "logits", "head_weight", "head_bias"}
-    known |= {f"{key}_{part}" for key in (TRAIN, VAL, TEST) for part in ("features", "labels", "logits")}
-    unknown = [name for name in names if name not in known and not name.startswith(("near_", "far_"))]
-    if unknown:
-        listed = ", ".join(sorted(known))
-        raise DataFormatError(path, f"the array {unknown[0]!r} is unknown; known are near_NAME, far_NAME, {listed}")
+class FeatureArrays(NamedTuple):
+    """Names of the arrays of one split of a file of features; logits are optional."""
+
+    split: str
+    features: str
+    labels: str | None
+    logits: str
+
+
+def feature_arrays(path: Path, names: Sequence[str]) -> list[FeatureArrays]:
+    """The splits of a file of features by the names of its arrays; one that would be ignored is refused."""
+    if "features" in names:
+        splits = [FeatureArrays(TRAIN, "features", "labels", "logits")]
+    else:
+        keys = [TRAIN, VAL, TEST] if "val_features" in names else [TRAIN, TEST]
+        splits = [FeatureArrays(key, f"{key}_features", f"{key}_labels", f"{key}_logits") for key in keys]
+    known = ["head_weight", "head_bias", *(name for split in splits for name in split[1:])]
+    for name in names:
+        if name.startswith(("near_", "far_")) and not name.endswith("_logits"):
+            splits.append(FeatureArrays(OOD + name.partition("_")[2], name, None, f"{name}_logits"))
+    ignored = set(names).difference(known, *splits)
+    if ignored:
+        listed = f"{', '.join(map(str, known))}, near_NAME, near_NAME_logits, far_NAME and far_NAME_logits"
+        raise DataFormatError(path, f"the array {min(ignored)!r} would be ignored; known are {listed}")
+    return splits
 
 
 def check_data(options: Mapping[str, Any]) -> None:
@@ -397,7 +414,7 @@ def check_data(options: Mapping[str, Any]) -> None:
     elif kind == "TextFile":
         read_texts(path, *(options.get(name, name) for name in ("text", "label", "split")))
     elif kind == "Features":
-        check_names(path, column_names(path) or [])
+        feature_arrays(path, column_names(path) or [])
     elif (features := options.get("features", "embedding")) is not None:
         names = (options.get("labels", "label"), options.get("split", "split"))
         for table in list(vector_files(path, *names).values()) or [path]:

@@ -149,7 +149,7 @@ def load_cifar(folder: Path, dataset: str, *, train: bool, download: bool = Fals
         arrays = read_columns(npz)
         with naming(npz):
             images, labels = (arrays[f"{'train' if train else 'test'}_{part}"] for part in ("images", "labels"))
-        return Split(ImageRows(np.ascontiguousarray(images)), labels)
+            return Split(ImageRows(np.ascontiguousarray(images)), labels)
     try:
         # the files are pickles: torchvision opens them only when their md5 is right
         data = published(folder, train=train, download=download)
