@@ -31,8 +31,8 @@ _ARROW_FORMATS = {
     ".parquet": ds.ParquetFileFormat(
         default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True)
     ),
-    ".arrow": ds.IpcFileFormat(),
-    ".feather": ds.IpcFileFormat(),
+    ".arrow": "ipc",
+    ".feather": "ipc",
 }
 VECTOR_ENDINGS = (*_ARROW_FORMATS, ".npy", ".npz", ".safetensors")
 
@@ -72,15 +72,18 @@ def resolve_data_dir(data_dir: str | Path | None, wanted: str) -> Path:
     return Path(chosen).expanduser()
 
 
-def fetch(url: str, sha256: str, path: Path) -> Path:
-    """Download a file unless it is there already, and check its hash either way.
+def fetch(url: str, sha256: str, path: Path, *, download: bool, kind: str) -> Path:
+    """Download a file unless it is there already, and check its hash either way; ``kind`` says what it is, in errors.
 
     Raises:
+        DataNotFoundError: it is not there, and ``download`` does not allow to fetch it.
         ChecksumError: the content is not the published one; a download is not kept.
         DownloadError: the server could not be reached, or the disk is full.
     """
     import torch
 
+    if not path.exists() and not download:
+        raise DataNotFoundError(f"no {kind}: looked for {path}. Set {DOWNLOAD} to fetch {url}, or put it there.")
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,13 +189,13 @@ def read_columns(path: Path, names: Sequence[str | None] | None = None) -> dict[
 
 def _dataset(path: Path) -> Any:
     """A Parquet or Arrow file, or a folder of Parquet files in which others are passed over."""
-    if not path.is_dir():
-        return ds.dataset(path, format=_ARROW_FORMATS[path.suffix.lower()])
-    # by name: exclude_invalid_files would pass over a damaged one, too
-    files = sorted(file for file in path.rglob("*.parquet") if not file.name.startswith((".", "_")))
+    files = [path]
+    if path.is_dir():
+        # by name: exclude_invalid_files would pass over a damaged one, too
+        files = sorted(file for file in path.rglob("*.parquet") if not file.name.startswith((".", "_")))
     if not files:
         raise DataFormatError(path, "is a folder without Parquet files")
-    return ds.dataset(files, format=_ARROW_FORMATS[".parquet"])
+    return ds.dataset(files, format=_ARROW_FORMATS[files[0].suffix.lower()])
 
 
 def column_names(path: Path) -> list[str] | None:

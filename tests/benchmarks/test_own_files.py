@@ -369,7 +369,7 @@ def test_wrong_arrays_are_refused_with_what_was_expected(tmp_path, change, word)
 def test_logits_of_splits_are_refused_beside_one_set_that_is_split_by_seed(tmp_path):
     x, y = RNG.normal(size=(90, 4)), np.arange(90) % 3
     np.savez(tmp_path / "a.npz", features=x, labels=y, test_logits=x[:, :3])
-    with pytest.raises(DataFormatError, match="'test_logits' would be ignored; known are .*features, .*logits"):
+    with pytest.raises(DataFormatError, match=r"'test_logits' would be ignored; known are .*features, .*logits"):
         Features(tmp_path / "a.npz")
 
 
