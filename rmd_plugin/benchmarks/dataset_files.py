@@ -183,7 +183,8 @@ def read_columns(path: Path, names: Sequence[str | None] | None = None) -> dict[
                 if names is None or name in names
             }
         else:
-            raise DataFormatError(path, "this kind of file is not read")
+            endings = sorted({*TEXT_ENDINGS, *VECTOR_ENDINGS})
+            raise DataFormatError(path, f"this kind of file is not read; endings are {', '.join(endings)}")
     return {str(name).strip(): column.to_numpy() for name, column in frame.items()}
 
 
@@ -262,8 +263,6 @@ def _label_text(value: object) -> str | None:
 
 def read_table(path: Path, item: str, label: str, split: str | None, key: str | None = None) -> pd.DataFrame:
     """Rows of a table with a column ``item`` of texts; ``key`` is the split that the whole file belongs to."""
-    if path.suffix.lower() not in TEXT_ENDINGS:
-        raise DataFormatError(path, f"rows are read from {', '.join(TEXT_ENDINGS)} files")
     columns = read_columns(path, [item, label, split])
     if item not in columns:
         raise DataFormatError(path, f"has no column {item!r}; it has {', '.join(columns)[:300] or 'nothing'}")

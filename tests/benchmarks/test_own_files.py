@@ -165,6 +165,12 @@ def test_wrong_tables_are_refused_with_what_is_wrong(tmp_path, content, options,
         TextFile(tmp_path / "a.csv", **options)
 
 
+def test_another_kind_of_file_is_refused_with_the_kinds_that_are_read(tmp_path):
+    (tmp_path / "a.xlsx").write_text("text,label\nx,a\n")
+    with pytest.raises(DataFormatError, match=r"a\.xlsx.*\.csv"):
+        TextFile(tmp_path / "a.xlsx")
+
+
 def test_wrong_options_are_refused(tmp_path):
     path = write_texts(tmp_path / "a.csv", text_rows())
     for options in ({"near": ["cats"]}, {"near": ["fun"], "far": ["fun"]}, {"val_fraction": 1}):
