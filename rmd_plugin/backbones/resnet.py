@@ -10,6 +10,7 @@ from typing import Literal, Unpack
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.models.resnet import BasicBlock
 
 from rmd_plugin.backbones.base import Backbone
 from rmd_plugin.backbones.transforms import CIFAR_MEAN, CIFAR_STD, ImageTransform, VisionOptions, with_transforms
@@ -49,27 +50,16 @@ class _PadShortcut(nn.Module):
         return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, before, self.extra - before))
 
 
-class _Block(nn.Module):
+def _block(channels_in: int, channels_out: int, stride: int, *, shortcut: str) -> BasicBlock:
     """Two 3x3 convolutions with batch normalisation beside a shortcut, ReLU after the sum."""
-
-    def __init__(self, channels_in: int, channels_out: int, stride: int, shortcut: str) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels_out)
-        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels_out)
-        self.downsample: nn.Module = nn.Identity()
-        if stride == 1 and channels_in == channels_out:
-            return
+    downsample: nn.Module | None = None
+    if stride != 1 or channels_in != channels_out:
         if shortcut == "pad":
-            self.downsample = _PadShortcut(stride, channels_out - channels_in)
+            downsample = _PadShortcut(stride, channels_out - channels_in)
         else:
             projection = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
-            self.downsample = nn.Sequential(projection, nn.BatchNorm2d(channels_out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        return F.relu(hidden + self.downsample(x))
+            downsample = nn.Sequential(projection, nn.BatchNorm2d(channels_out))
+    return BasicBlock(channels_in, channels_out, stride, downsample)
 
 
 class ResNet(Backbone):
@@ -113,7 +103,7 @@ class ResNet(Backbone):
         origin = "the default of ResNet"
         prepared = with_transforms(shared, _USUAL, origin, interpolation=interpolation)
         stem = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)
-        groups = _groups(partial(_Block, shortcut=shortcut), widths[0], blocks, widths)
+        groups = _groups(partial(_block, shortcut=shortcut), widths[0], blocks, widths)
         named = {f"layer{number}": group for number, group in enumerate(groups, 1)}
         encoder = _encoder(conv1=stem, bn1=nn.BatchNorm2d(widths[0]), relu=nn.ReLU(), **named)
         super().__init__(encoder, widths[-1], architecture=sizes, **prepared)

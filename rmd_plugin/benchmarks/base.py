@@ -4,7 +4,7 @@ import hashlib
 import io
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
@@ -15,7 +15,6 @@ from PIL import Image
 from pytorch_ood.benchmark import Benchmark
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.transforms import functional as vision
 
 from rmd_plugin.files import read_picture
 
@@ -117,23 +116,11 @@ class Texts(Source[Sequence[str]]):
 
     def chunks(self, indices: np.ndarray) -> Iterator[bytes]:
         """The texts in UTF-8, each behind its length."""
-        yield f"text {len(indices)}\n".encode()
-        for index in indices:
-            content = self.items[index].encode()
-            yield f"{len(content)}\n".encode() + content
+        return with_lengths(f"text {len(indices)}", (self.items[index].encode() for index in indices))
 
 
 class ImageFiles(Source[Any]):
-    """Pictures in files, read as :func:`rmd_plugin.files.read_picture` does.
-
-    Args:
-        paths: the files.
-        size: scale and centre-crop to squares of so many pixels; None leaves every picture as it is.
-    """
-
-    def __init__(self, paths: Any, size: int | None = None) -> None:
-        super().__init__(paths)
-        self.size = size
+    """Pictures in files, read as :func:`rmd_plugin.files.read_picture` does."""
 
     def name(self, index: int) -> str:
         """What errors call a picture."""
@@ -144,19 +131,18 @@ class ImageFiles(Source[Any]):
         return Path(self.items[index]).read_bytes()
 
     def __getitem__(self, index: int) -> Image.Image:
-        return square(read_picture(io.BytesIO(self.content(index)), self.name(index)), self.size)
+        return read_picture(io.BytesIO(self.content(index)), self.name(index))
 
     def chunks(self, indices: np.ndarray) -> Iterator[bytes]:
         """The files, each behind its length."""
-        yield f"files {self.size} {len(indices)}\n".encode()
-        for index in indices:
-            content = self.content(int(index))
-            yield f"{len(content)}\n".encode() + content
+        return with_lengths(f"files None {len(indices)}", (self.content(int(index)) for index in indices))
 
 
-def square(image: Image.Image, size: int | None) -> Image.Image:
-    """A picture scaled and cropped to a square of so many pixels; None leaves it as it is."""
-    return image if size is None else vision.center_crop(vision.resize(image, size), size)
+def with_lengths(header: str, contents: Iterable[bytes]) -> Iterator[bytes]:
+    """Contents of different lengths for a hash, behind a line on what they are."""
+    yield f"{header}\n".encode()
+    for content in contents:
+        yield f"{len(content)}\n".encode() + content
 
 
 # -- splits -----------------------------------------------------------------------------------------------------------
@@ -192,7 +178,10 @@ class Split(Dataset[tuple[object, int]]):
         self.indices = np.arange(len(source)) if indices is None else indices
         if len(labels) != len(self.indices):
             raise ValueError(f"{len(labels)} labels for {len(self.indices)} items")
-        self.labels = torch.from_numpy(np.asarray(labels).astype(np.int64))
+        numbers = np.asarray(labels).astype(np.int64)
+        if (numbers != np.asarray(labels)).any():
+            raise ValueError("labels must be whole numbers")
+        self.labels = torch.from_numpy(numbers)
         self.transform = transform
 
     def __len__(self) -> int:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
@@ -31,8 +31,8 @@ _ARROW_FORMATS = {
     ".parquet": ds.ParquetFileFormat(
         default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True)
     ),
-    ".arrow": ds.IpcFileFormat(),
-    ".feather": ds.IpcFileFormat(),
+    ".arrow": "ipc",
+    ".feather": "ipc",
 }
 VECTOR_ENDINGS = (*_ARROW_FORMATS, ".npy", ".npz", ".safetensors")
 
@@ -72,15 +72,18 @@ def resolve_data_dir(data_dir: str | Path | None, wanted: str) -> Path:
     return Path(chosen).expanduser()
 
 
-def fetch(url: str, sha256: str, path: Path) -> Path:
-    """Download a file unless it is there already, and check its hash either way.
+def fetch(url: str, sha256: str, path: Path, *, download: bool, kind: str) -> Path:
+    """Download a file unless it is there already, and check its hash either way; ``kind`` says what it is, in errors.
 
     Raises:
+        DataNotFoundError: it is not there, and ``download`` does not allow to fetch it.
         ChecksumError: the content is not the published one; a download is not kept.
         DownloadError: the server could not be reached, or the disk is full.
     """
     import torch
 
+    if not path.exists() and not download:
+        raise DataNotFoundError(f"no {kind}: looked for {path}. Set {DOWNLOAD} to fetch {url}, or put it there.")
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,19 +183,20 @@ def read_columns(path: Path, names: Sequence[str | None] | None = None) -> dict[
                 if names is None or name in names
             }
         else:
-            raise DataFormatError(path, "this kind of file is not read")
+            endings = sorted({*TEXT_ENDINGS, *VECTOR_ENDINGS})
+            raise DataFormatError(path, f"this kind of file is not read; endings are {', '.join(endings)}")
     return {str(name).strip(): column.to_numpy() for name, column in frame.items()}
 
 
 def _dataset(path: Path) -> Any:
     """A Parquet or Arrow file, or a folder of Parquet files in which others are passed over."""
-    if not path.is_dir():
-        return ds.dataset(path, format=_ARROW_FORMATS[path.suffix.lower()])
-    # by name: exclude_invalid_files would pass over a damaged one, too
-    files = sorted(file for file in path.rglob("*.parquet") if not file.name.startswith((".", "_")))
+    files = [path]
+    if path.is_dir():
+        # by name: exclude_invalid_files would pass over a damaged one, too
+        files = sorted(file for file in path.rglob("*.parquet") if not file.name.startswith((".", "_")))
     if not files:
         raise DataFormatError(path, "is a folder without Parquet files")
-    return ds.dataset(files, format="parquet")
+    return ds.dataset(files, format=_ARROW_FORMATS[files[0].suffix.lower()])
 
 
 def column_names(path: Path) -> list[str] | None:
@@ -259,8 +263,6 @@ def _label_text(value: object) -> str | None:
 
 def read_table(path: Path, item: str, label: str, split: str | None, key: str | None = None) -> pd.DataFrame:
     """Rows of a table with a column ``item`` of texts; ``key`` is the split that the whole file belongs to."""
-    if path.suffix.lower() not in TEXT_ENDINGS:
-        raise DataFormatError(path, f"rows are read from {', '.join(TEXT_ENDINGS)} files")
     columns = read_columns(path, [item, label, split])
     if item not in columns:
         raise DataFormatError(path, f"has no column {item!r}; it has {', '.join(columns)[:300] or 'nothing'}")
@@ -360,14 +362,31 @@ def list_pictures(path: Path) -> pd.DataFrame:
 # -- checks before torch is imported ----------------------------------------------------------------------------------
 
 
-def check_names(path: Path, names: Sequence[str]) -> None:
-    """Refuse a file of features with an array of an unknown name: its content would be ignored."""
-    known = {"features", "labels", "logits", "head_weight", "head_bias"}
-    known |= {f"{key}_{part}" for key in (TRAIN, VAL, TEST) for part in ("features", "labels", "logits")}
-    unknown = [name for name in names if name not in known and not name.startswith(("near_", "far_"))]
-    if unknown:
-        listed = ", ".join(sorted(known))
-        raise DataFormatError(path, f"the array {unknown[0]!r} is unknown; known are near_NAME, far_NAME, {listed}")
+class FeatureArrays(NamedTuple):
+    """Names of the arrays of one split of a file of features; logits are optional."""
+
+    split: str
+    features: str
+    labels: str | None
+    logits: str
+
+
+def feature_arrays(path: Path, names: Sequence[str]) -> list[FeatureArrays]:
+    """The splits of a file of features by the names of its arrays; one that would be ignored is refused."""
+    if "features" in names:
+        splits = [FeatureArrays(TRAIN, "features", "labels", "logits")]
+    else:
+        keys = [TRAIN, VAL, TEST] if "val_features" in names else [TRAIN, TEST]
+        splits = [FeatureArrays(key, f"{key}_features", f"{key}_labels", f"{key}_logits") for key in keys]
+    known = ["head_weight", "head_bias", *(name for split in splits for name in split[1:])]
+    for name in names:
+        if name.startswith(("near_", "far_")) and not name.endswith("_logits"):
+            splits.append(FeatureArrays(OOD + name.partition("_")[2], name, None, f"{name}_logits"))
+    ignored = set(names).difference(known, *splits)
+    if ignored:
+        listed = f"{', '.join(map(str, known))}, near_NAME, near_NAME_logits, far_NAME and far_NAME_logits"
+        raise DataFormatError(path, f"the array {min(ignored)!r} would be ignored; known are {listed}")
+    return splits
 
 
 def check_data(options: Mapping[str, Any]) -> None:
@@ -397,7 +416,7 @@ def check_data(options: Mapping[str, Any]) -> None:
     elif kind == "TextFile":
         read_texts(path, *(options.get(name, name) for name in ("text", "label", "split")))
     elif kind == "Features":
-        check_names(path, column_names(path) or [])
+        feature_arrays(path, column_names(path) or [])
     elif (features := options.get("features", "embedding")) is not None:
         names = (options.get("labels", "label"), options.get("split", "split"))
         for table in list(vector_files(path, *names).values()) or [path]:

@@ -23,7 +23,7 @@ from torchvision.datasets import SVHN
 from torchvision.transforms import ToTensor
 from torchvision.transforms import functional as vision
 
-from .base import Distance, ImageFiles, ImageRows, OODBenchmark, OODSet, Parts, Source, Split, Transform, square, stream
+from .base import Distance, ImageRows, OODBenchmark, OODSet, Parts, Source, Split, Transform, stream, with_lengths
 from .dataset_files import DOWNLOAD, DataNotFoundError, fetch, resolve_data_dir
 
 #: what a class is told about its part, as a test set
@@ -75,15 +75,20 @@ class Pictures(DatasetItems):
 
     def __getitem__(self, index: int) -> Image.Image:
         item = super().__getitem__(index)
-        return square((item if isinstance(item, Image.Image) else vision.to_pil_image(item)).convert("RGB"), self.size)
+        picture = (item if isinstance(item, Image.Image) else vision.to_pil_image(item)).convert("RGB")
+        return picture if self.size is None else vision.center_crop(vision.resize(picture, self.size), self.size)
 
     def chunks(self, indices: np.ndarray) -> Iterator[bytes]:
         """The files where the data set lists them: reading is many times faster than decoding."""
         dataset: Any = self.items
-        files = dataset.files if isinstance(dataset, ImageListDataset) else None
-        if isinstance(pairs := getattr(dataset, "data", None), list):  # of files and labels
-            files = [path for path, _ in pairs]
-        yield from super().chunks(indices) if files is None else ImageFiles(files, self.size or 0).chunks(indices)
+        if isinstance(dataset, ImageListDataset):
+            paths = dataset.files
+        elif isinstance(pairs := getattr(dataset, "data", None), list):  # of files and labels
+            paths = [path for path, _ in pairs]
+        else:
+            return super().chunks(indices)
+        files = (Path(paths[index]).read_bytes() for index in indices)
+        return with_lengths(f"files {self.size or 0} {len(indices)}", files)
 
 
 def as_benchmark(benchmark: Benchmark, *, seed: int = 0, val_fraction: float = 0.1) -> OODBenchmark:
@@ -246,7 +251,7 @@ class Framework(OODBenchmark):
         ...     Framework(name="CUB_SSB", data_dir=tempfile.mkdtemp())
         ... except DataNotFoundError as error:
         ...     print(str(error).partition(":")[0])
-        the class splits of CUB_SSB are not there
+        no class splits of CUB_SSB
     """
 
     name: str  # type: ignore[misc]  # one class serves many
@@ -294,11 +299,7 @@ class Framework(OODBenchmark):
         data, sha256 = _SPLITS[self.name]
         path = folder / "ssb_splits" / ssb._SSB_SPLIT_FILES[data]
         url = f"{ssb._SSB_SPLIT_BASE}/{path.name}"
-        if not path.exists() and not self.download:
-            raise DataNotFoundError(
-                f"the class splits of {self.name} are not there: {path}. Set {DOWNLOAD}, or put {url} there."
-            )
-        fetch(url, sha256, path)
+        fetch(url, sha256, path, download=self.download, kind=f"class splits of {self.name}")
 
 
 def load_picture_set(
@@ -366,6 +367,6 @@ def asking_framework(name: str, folder: Path, *, file: object = "") -> Iterator[
         where = f"{folder} ({file})" if file and isinstance(file, str) else folder
         reason = " ".join(str(error).split()).removesuffix(".")
         raise DataNotFoundError(
-            f"{name} is not complete in {where}: {reason}. Set {DOWNLOAD} to let pytorch-ood fetch what it can, or put "
-            "it there: docs/benchmarks.md says what belongs where."
+            f"{name} is not complete in {where}: {reason}. Set {DOWNLOAD} to let pytorch-ood fetch what it can, or "
+            "put it there: docs/benchmarks.md says what belongs where."
         ) from error

@@ -23,7 +23,7 @@ from torch import Tensor
 from rmd_plugin.files import DataFormatError, require
 
 from .base import ArrayRows, Distance, OODBenchmark, OODSet, Parts, Split, Transform, stream
-from .dataset_files import DOWNLOAD, DataNotFoundError, fetch, naming, resolve_data_dir
+from .dataset_files import DataNotFoundError, fetch, naming, resolve_data_dir
 
 BASES = "ACGT"
 _OTHER = len(BASES)  # any letter that is not one of the four bases
@@ -136,12 +136,8 @@ class Genomics(OODBenchmark):
 
     def _load_published(self, folder: Path) -> Parts:
         if not folder.is_dir():
-            if not self.download:
-                raise DataNotFoundError(
-                    f"the Genomics OOD benchmark is not there: looked for {folder}. Set {DOWNLOAD} to fetch {_URL}, or "
-                    "source='genomes' (benchmark.source=genomes) for a folder of FASTA genomes."
-                )
-            archive = fetch(_URL, _SHA256, folder.parent / "genomics_ood.zip")
+            kind = f"Genomics OOD benchmark in {folder} (for FASTA genomes set benchmark.source=genomes)"
+            archive = fetch(_URL, _SHA256, folder.parent / "genomics_ood.zip", download=self.download, kind=kind)
             aside = tempfile.mkdtemp(dir=folder.parent)  # a kill leaves nothing that looks complete
             shutil.unpack_archive(archive, aside)
             os.replace(aside, folder)

@@ -409,31 +409,22 @@ class Features(OwnData):
         if self.labels_path is not None:
             labels = files.find_path(self.labels_path, self.data_dir, "file of labels (.npy)")
             self._arrays |= files.read_columns(labels, ["labels"])
-        files.check_names(self.path, list(self._arrays))
-
-        # split, and the arrays of its features, labels and logits
-        parts: list[tuple[str, str, str | None, str]] = [(TRAIN, "features", "labels", "logits")]
-        if "features" not in self._arrays:
-            keys = [TRAIN, VAL, TEST] if "val_features" in self._arrays else [TRAIN, TEST]
-            parts = [(key, f"{key}_features", f"{key}_labels", f"{key}_logits") for key in keys]
-        tags: dict[str, list[str]] = {"near": [], "far": []}
-        for name in self._arrays:
-            distance, _, ood = name.partition("_")
-            if distance in tags and not name.endswith("_logits"):
-                parts.append((OOD + ood, name, None, f"{name}_logits"))
-                tags[distance].append(ood)
+        splits = files.feature_arrays(self.path, list(self._arrays))
+        oods: dict[str, list[str]] = {"near": [], "far": []}
         tables = []
-        for split, features, labels_name, _ in parts:
+        for key, features, labels_name, _ in splits:
             matrix = files.check_matrix(self.path, features, self._array(features), self.dtype)
-            rows = files.make_rows(self.path, self._arrays, len(matrix), labels_name, None, split)
-            tables.append((matrix, rows))
+            tables.append((matrix, files.make_rows(self.path, self._arrays, len(matrix), labels_name, None, key)))
+            if key.startswith(OOD):
+                distance, _, name = features.partition("_")
+                oods[distance].append(name)
         matrix, rows = _joined(self.path, tables)
         if rows["label"].str.startswith("-", na=False).any():
-            tags[self.ood_distance].append("ood")
-        self.near, self.far = tags["near"], tags["far"]
+            oods[self.ood_distance].append("ood")
+        self.near, self.far = oods["near"], oods["far"]
         self._logits = None
-        if any(logits in self._arrays for *_, logits in parts):
-            arrays = [self._array(logits) for *_, logits in parts]
+        if any(split.logits in self._arrays for split in splits):
+            arrays = [self._array(split.logits) for split in splits]
             if [len(array) for array in arrays] != [len(part) for part, _ in tables]:
                 raise self._error("every array of logits must have the rows of its features")
             with files.naming(self.path):

@@ -149,7 +149,7 @@ def load_cifar(folder: Path, dataset: str, *, train: bool, download: bool = Fals
         arrays = read_columns(npz)
         with naming(npz):
             images, labels = (arrays[f"{'train' if train else 'test'}_{part}"] for part in ("images", "labels"))
-        return Split(ImageRows(np.ascontiguousarray(images)), labels)
+            return Split(ImageRows(np.ascontiguousarray(images)), labels)
     try:
         # the files are pickles: torchvision opens them only when their md5 is right
         data = published(folder, train=train, download=download)
@@ -212,12 +212,8 @@ class CLINC150(OODBenchmark):
         file = f"data_{self.variant}.json"
         path = resolve_data_dir(self.data_dir, f"{_CLINC_FOLDER}/{file}") / _CLINC_FOLDER / file
         if not path.is_file():
-            if not self.download:
-                raise DataNotFoundError(
-                    f"CLINC150 ({self.variant}) is not there: looked for {path}. Set {DOWNLOAD} to fetch it from "
-                    f"{_CLINC_URL}, or put {file} of github.com/clinc/oos-eval there."
-                )
-            fetch(f"{_CLINC_URL}/{file}", _CLINC_SHA256[self.variant], path)
+            url, sha256 = f"{_CLINC_URL}/{file}", _CLINC_SHA256[self.variant]
+            fetch(url, sha256, path, download=self.download, kind=f"CLINC150 ({self.variant})")
         with naming(path):
             queries = json.loads(path.read_text(encoding="utf-8"))
             intents = sorted({intent for _, intent in queries["train"]})

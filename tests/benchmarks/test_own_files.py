@@ -165,6 +165,12 @@ def test_wrong_tables_are_refused_with_what_is_wrong(tmp_path, content, options,
         TextFile(tmp_path / "a.csv", **options)
 
 
+def test_another_kind_of_file_is_refused_with_the_kinds_that_are_read(tmp_path):
+    (tmp_path / "a.xlsx").write_text("text,label\nx,a\n")
+    with pytest.raises(DataFormatError, match=r"a\.xlsx.*\.csv"):
+        TextFile(tmp_path / "a.xlsx")
+
+
 def test_wrong_options_are_refused(tmp_path):
     path = write_texts(tmp_path / "a.csv", text_rows())
     for options in ({"near": ["cats"]}, {"near": ["fun"], "far": ["fun"]}, {"val_fraction": 1}):
@@ -262,7 +268,7 @@ def test_a_damaged_file_of_a_folder_is_refused_and_not_passed_over(tmp_path):
         Embeddings(tmp_path)
 
 
-def test_a_flipped_bit_of_a_page_with_a_checksum_is_refused(tmp_path):
+def test_a_flipped_bit_of_a_page_with_a_checksum_is_refused_in_a_file_and_in_a_folder(tmp_path):
     path = write_embeddings(tmp_path / "a.parquet", *embedded())
     content = bytearray(path.read_bytes())
     whole = Embeddings(path).fingerprint()
@@ -270,10 +276,11 @@ def test_a_flipped_bit_of_a_page_with_a_checksum_is_refused(tmp_path):
         damaged = content.copy()
         damaged[place] ^= 16
         path.write_bytes(damaged)
-        try:
-            assert Embeddings(path).fingerprint() == whole
-        except DataFormatError:
-            continue
+        for table in (path, tmp_path):
+            try:
+                assert Embeddings(table).fingerprint() == whole
+            except DataFormatError:
+                continue
 
 
 # -- features of a network
@@ -342,7 +349,10 @@ def test_the_logits_of_a_file_follow_their_rows_and_the_head_is_a_layer(tmp_path
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"ood_x": np.ones((5, 4))}, "'ood_x' is unknown; known are near_NAME"),
+        ({"ood_x": np.ones((5, 4))}, "'ood_x' would be ignored; known are .*near_NAME"),
+        ({"near_x_logits": np.ones((5, 3))}, "'near_x_logits' would be ignored"),
+        ({"labels": np.zeros(30)}, "'labels' would be ignored"),
+        ({"val_features": None}, "'val_labels' would be ignored"),
         ({"test_labels": None}, "'test_labels'"),
         ({"near_a": np.ones((5, 3))}, "dimension"),
         ({"near_a": np.full((5, 4), np.inf)}, "finite"),
@@ -359,6 +369,13 @@ def test_wrong_arrays_are_refused_with_what_was_expected(tmp_path, change, word)
     arrays = {name: array for name, array in (feature_arrays() | change).items() if array is not None}
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(DataFormatError, match=word):
+        Features(tmp_path / "a.npz")
+
+
+def test_logits_of_splits_are_refused_beside_one_set_that_is_split_by_seed(tmp_path):
+    x, y = RNG.normal(size=(90, 4)), np.arange(90) % 3
+    np.savez(tmp_path / "a.npz", features=x, labels=y, test_logits=x[:, :3])
+    with pytest.raises(DataFormatError, match=r"'test_logits' would be ignored; known are .*features, .*logits"):
         Features(tmp_path / "a.npz")
 
 

@@ -13,7 +13,15 @@ from PIL import Image
 from pytorch_ood.dataset.img import LSUNCrop
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from rmd_plugin.benchmarks import CLINC150, ChecksumError, CIFAR10vsCIFAR100, CIFAR100vsCIFAR10, DownloadError, public
+from rmd_plugin.benchmarks import (
+    CLINC150,
+    ChecksumError,
+    CIFAR10vsCIFAR100,
+    CIFAR100vsCIFAR10,
+    DataFormatError,
+    DownloadError,
+    public,
+)
 
 
 def arrays(num_classes, train=4, test=2, seed=0):
@@ -61,6 +69,12 @@ def test_cifar_from_npz_has_the_images_and_labels_of_the_file(npz_folder):
     assert isinstance(train.raw(0), Image.Image)
     assert (image.shape, image.dtype, type(label)) == ((3, 32, 32), torch.float32, int)
     assert image.max() <= 1
+
+
+def test_labels_between_two_classes_are_refused_with_the_file(tmp_path):
+    np.savez(tmp_path / "cifar10.npz", **arrays(10) | {"train_labels": np.tile(np.arange(10), 4) + 0.5})
+    with pytest.raises(DataFormatError, match=r"cifar10\.npz.*whole numbers"):
+        CIFAR10vsCIFAR100(data_dir=tmp_path)
 
 
 def test_noise_is_far_ood_and_repeatable(npz_folder):
