@@ -166,18 +166,6 @@ def test_the_python_blocks_of_the_page_on_detectors_run_in_order(names):
     assert torch.isfinite(names["detector"].predict_features(names["z_test"])).all()
 
 
-def test_a_threshold_of_the_framework_is_converted_as_the_page_on_detectors_says(names):
-    from pytorch_ood import detector as framework
-
-    import rmd_plugin
-
-    z, y, z_test = names["z"], names["y"], names["z_test"]
-    for name, factor in (("RMD", len(z)), ("Mahalanobis", 2 * len(z))):
-        ours = getattr(rmd_plugin, name)().fit_features(z, y).predict_features(z_test)
-        theirs = getattr(framework, name)(None).fit_features(z, y).predict_features(z_test)
-        torch.testing.assert_close(ours, theirs * factor, rtol=1e-3, atol=1e-3)
-
-
 def test_the_readme_is_short_and_its_links_are_absolute():
     assert len(README.splitlines()) <= 150
     links = re.findall(r"\]\(([^)\s]+)\)", README)
@@ -363,8 +351,7 @@ def test_commands_on_own_data_run(line, own_data, tmp_path):
 @QUIET
 def test_the_python_block_of_the_page_on_own_data_runs(names, tmp_path):
     make_vectors(tmp_path)
-    for number, block in enumerate(blocks("python", page=OWN_DATA)):
-        exec(compile(block, f"docs/own_data.md block {number}", "exec"), names)
+    run_blocks("docs/own_data.md", names)
     assert {row["ood"] for row in names["monitor"].history} >= {"between"}
 
 

@@ -215,6 +215,16 @@ def test_a_detector_on_logits_decides_from_inputs_and_from_logits(make, tmp_path
     assert torch.equal(Calibrated.load(tmp_path / "detector", network).is_ood(x), detector.is_ood(x))
 
 
+def test_the_class_of_logits_is_the_predicted_one():
+    logits = torch.randn(500, 5)
+    predicted = logits.argmax(1)
+    detector = Calibrated(MaxSoftmax(None), per_class=True).calibrate_logits(logits)
+    for k in range(5):
+        own = logits[predicted == k]
+        alone = Calibrated(MaxSoftmax(None)).calibrate_logits(own)
+        assert torch.equal(detector.p_value_logits(own), alone.p_value_logits(own))
+
+
 def test_a_detector_that_differentiates_is_calibrated_too():
     x = torch.randn(60, 12)
     detector = Calibrated(ODIN(make_network().eval(), norm_std=None))

@@ -68,6 +68,13 @@ def test_a_partial_distance_equals_the_textbook(blobs, components, largest):
     np.testing.assert_allclose(detector.predict_features(x), oracle.partial(z, y, x, components, largest), rtol=1e-8)
 
 
+def test_a_partial_distance_follows_eigenvectors_in_the_features_own_units(blobs):
+    z, y, x = blobs
+    units = torch.logspace(0, -5, 12, dtype=z.dtype)  # so wide that a whole distance is fitted on rescaled features
+    scores = score(PartialMahalanobis(components=3), z * units, y, x * units)
+    np.testing.assert_allclose(scores, oracle.partial(z * units, y, x * units, 3), rtol=1e-6)
+
+
 def test_a_partial_distance_takes_as_many_directions_as_there_are(blobs):
     z, y, x = blobs
     with pytest.warns(NumericalWarning, match="12 eigen-directions"):
@@ -287,6 +294,16 @@ def test_contributions_are_the_terms_of_the_eigen_directions_and_sum_to_the_scor
     np.testing.assert_allclose(detector.contributions(x), expected, rtol=1e-6, atol=1e-9)
 
 
+@every_distance
+def test_an_exported_module_shares_no_memory_with_the_detector(detector, blobs):
+    z, y, x = blobs
+    fitted = detector().fit_features(z, y)
+    expected = fitted.predict_features(x)
+    for tensor in fitted.to_module(torch.float64).buffers():
+        tensor.zero_()
+    assert torch.equal(detector().load_state_dict(fitted.state_dict()).predict_features(x), expected)
+
+
 def test_large_batches_are_scored_in_chunks_with_the_same_result():
     z, y, _ = make_blobs(num_classes=3, width=2, per_class=30)
     x = torch.randn(600_000, 2)
@@ -304,6 +321,7 @@ def test_a_single_class_makes_rmd_zero_and_warns(blobs):
     with pytest.warns(NumericalWarning) as caught:
         RMD().fit_features(z, y + 3)  # numbers without a sample are no classes
     assert any("single class" in str(warning.message) for warning in caught)
+    RMD().fit_features(z, (torch.arange(len(z)) == 0).long())  # a class of one sample is a class: no warning
 
 
 def test_numbers_without_a_sample_cost_no_degree_of_freedom():
@@ -336,6 +354,7 @@ def widened(columns):
 SINGULAR = {
     "N < D": lambda: make_blobs(num_classes=3, width=30, per_class=6),
     "K > D, N - K < D": lambda: make_blobs(num_classes=20, width=25, per_class=2),
+    "sums of others": widened(lambda z, y: z[:, :6] @ torch.linspace(-1, 1, 18).view(6, 3).to(z)),
     "duplicates and constants": widened(lambda z, y: torch.cat([2 * z[:, :3] - 1, 0 * z[:, :2] + 0.3], 1)),
     "constant within classes": widened(lambda z, y: nn.functional.one_hot(y, 4)[:, :2].to(z)),
 }
@@ -375,7 +394,7 @@ def test_dust_of_half_precision_is_no_feature(detector, covariance, base, blobs)
         assert torch.equal(dust.half().float(), dust)
         return torch.cat([features[:, :5], dust.to(features), features[:, 5:]], 1)
 
-    with pytest.warns(NumericalWarning, match="rank 12 of 13"):
+    with pytest.warns(NumericalWarning, match=r"rank 12 of 13\."):
         fitted = detector(covariance=covariance).fit_features(with_dust(z, [7, 100, 101]), y)
     expected = score(detector(covariance=covariance), z, y, x)
     torch.testing.assert_close(fitted.predict_features(with_dust(x, [3, 4])), expected, rtol=1e-9, atol=1e-9)
@@ -388,8 +407,8 @@ def test_an_honest_feature_of_small_units_counts_as_if_it_were_rescaled(detector
     units = torch.ones(12, dtype=z.dtype)
     units[3] = 1e-8 / z[:, 3].std()
     expected = score(detector(covariance=covariance), z, y, x)
-    for dtype, tolerance in ((torch.float64, 1e-6), (torch.float32, 5e-5)):
-        small, probe = ((a * units).to(dtype) for a in (z, x))
+    for dtype, mean, tolerance in ((torch.float64, 0, 1e-6), (torch.float64, 0.5, 1e-5), (torch.float32, 0, 5e-5)):
+        small, probe = ((a * units + mean * (units < 1)).to(dtype) for a in (z, x))
         assert error(score(detector(covariance=covariance), small, y, probe), expected) < tolerance
 
 
