@@ -206,7 +206,7 @@ def fitted_on(detector: Detector, otherwise: Representation) -> Representation |
 # -- detectors from their classes -------------------------------------------------------------------------------------
 
 
-class NotSupported(Exception):
+class NotSupported(ValueError):
     """A detector needs what there is not. The message says what."""
 
 
