@@ -17,15 +17,12 @@ from pytorch_ood.metrics import functional
 from torch import Tensor
 from torchmetrics import Metric
 
-from rmd_plugin.compare.rows import AURC_OOD, AUROC, AUTC, FPR95, OSCR, RISK90
+from rmd_plugin.compare.rows import AURC_OOD, AUROC, AUTC, FPR95, MEAN, OSCR, RISK90
 from rmd_plugin.detectors.conformal import ScoreMetric
 from rmd_plugin.detectors.moments import check_labels
 
 #: the metrics, named as the framework names them
 METRICS = (AUROC, "AUPR-IN", "AUPR-OUT", FPR95)
-
-#: name under which the average over the OOD sets is reported
-MEAN = "mean"
 
 
 def compare_scores(id_scores: Tensor, ood_scores: Tensor) -> dict[str, Tensor]:
@@ -191,10 +188,6 @@ class FeatureRows(Metric):
 
     For detectors that need all features at once. Memory grows with the number of samples; it is kept on the CPU.
     """
-
-    full_state_update: bool = False
-    is_differentiable: bool = False
-    higher_is_better: bool | None = None  # rows are no score
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -20,6 +20,8 @@ Status = Literal["ok", "failed", "skipped"]
 
 #: names of the metrics, as :class:`pytorch_ood.metrics.OODMetrics` calls them
 AUROC, FPR95, ACCURACY = "AUROC", "FPR95TPR", "ACC"
+#: name under which the average over the OOD sets is reported
+MEAN = "mean"
 SECONDS = FIT_SECONDS, SCORE_SECONDS = "fit_seconds", "score_seconds"
 
 #: of a detector and the classifier together, see :func:`rmd_plugin.compare.metrics.joint_metrics`
