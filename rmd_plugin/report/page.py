@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 from matplotlib.figure import Figure
 
-from rmd_plugin.compare.rows import ACCURACY, AUROC, make_rows, select
+from rmd_plugin.compare.rows import ACCURACY, make_rows, select
 from rmd_plugin.files import replacing
 from rmd_plugin.report import figures, tables
 from rmd_plugin.report.figures import DASHES, PALETTE
