@@ -201,7 +201,7 @@ def fitted_on(detector: Detector, otherwise: Representation) -> Representation |
 # -- detectors from their classes -------------------------------------------------------------------------------------
 
 
-class NotSupported(Exception):
+class NotSupported(ValueError):
     """A detector needs what there is not. The message says what."""
 
 
@@ -328,11 +328,16 @@ _MISSING = {
 }
 
 
+#: what is called the same in :class:`NetworkParts` and in a detector
+_SAME_NAMES = ("num_classes", "norm_std", "seed", "progress", "text_embeddings")
+
+
 def _values(parts: NetworkParts, fed: Representation) -> dict[str, Any]:
     """What there is for each parameter that detectors may have; None for what there is not."""
     head = deepcopy(parts.head)  # detectors move, and some change, what they are given
     network, width, classes = parts.model, parts.feature_dim, parts.num_classes
     values: dict[str, Any] = dict.fromkeys(("backbone", "w", "b", "d", "components", "weights"))
+    values |= {name: getattr(parts, name) for name in _SAME_NAMES}
     if head is not None:
         bias = torch.zeros(head.out_features) if head.bias is None else head.bias.detach()
         values |= {"w": head.weight.detach(), "b": bias}
@@ -347,11 +352,6 @@ def _values(parts: NetworkParts, fed: Representation) -> dict[str, Any]:
         "encoder": parts.encoder if fed is _INPUTS else None,
         "model": {_LOGITS: None, _HEAD: head}.get(fed, network),  # logits are handed over as they are
         "head": nn.Sequential(nn.Flatten(1), head) if head is not None and fed is _MAPS else head,
-        "num_classes": classes,
-        "norm_std": parts.norm_std,
-        "seed": parts.seed,
-        "progress": parts.progress,
-        "text_embeddings": parts.text_embeddings,
     }
 
 

@@ -83,9 +83,9 @@ def compare(
     try:
         comparison.encode()
         comparison.choose_head(head, remark)
-        built = comparison.build(detectors)
-        for name, adapter in extractor.bar(built.items(), "detectors"):
-            comparison.evaluate(name, adapter)
+        parts = comparison.network_parts()
+        for name, factory in extractor.bar(detectors.items(), "detectors"):
+            comparison.evaluate(name, factory, parts)
             if after_each is not None:
                 after_each(comparison)
     except KeyboardInterrupt:
@@ -193,23 +193,8 @@ class Comparison:
 
     # -- detectors ------------------------------------------------------------------------------------------------
 
-    def build(self, detectors: Mapping[str, Factory]) -> dict[str, Adapter]:
-        """Build the detectors; those that cannot be built become rows."""
-        parts = self._parts()
-        built = {}
-        for name, factory in detectors.items():
-            try:
-                with seeded(self.seed):  # what it draws does not depend on the detectors before it
-                    built[name] = build(factory, parts)
-            except NotSupported as reason:
-                self.records.append(self.row(name, rows.AUROC, status="skipped", reason=str(reason)))
-            except Exception as error:  # whatever a detector does wrong, the others stand
-                self._failed(name, error)
-        for split in {adapter.fit_split for adapter in built.values()}:
-            self.encoded(split)  # here, so that it does not count as a detector's time
-        return built
-
-    def _parts(self) -> NetworkParts:
+    def network_parts(self) -> NetworkParts:
+        """What there is to build detectors from."""
         extractor, names = self.extractor, self.extractor.benchmark.class_names
         dataset: Any = extractor.dataset(TEST)
         sample, std = dataset[0][0], getattr(getattr(dataset, "transform", None), "std", None)
@@ -228,9 +213,12 @@ class Comparison:
             progress=extractor.progress,
         )
 
-    def evaluate(self, name: str, adapter: Adapter) -> None:
-        """Fit one detector, score all test sets, add its rows."""
+    def evaluate(self, name: str, factory: Factory, parts: NetworkParts) -> None:
+        """Build and fit one detector, score all test sets, add its rows."""
         try:
+            with seeded(self.seed):  # what it draws does not depend on the detectors before it
+                adapter = build(factory, parts)
+            self.encoded(adapter.fit_split)  # here, so that it does not count as the detector's time
             with seeded(self.seed), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 started = time.perf_counter()
@@ -245,17 +233,15 @@ class Comparison:
             remark = "; ".join(dict.fromkeys(" ".join(text.split()).rstrip(".") for text in texts))
             records = self._rate(name, scores, remark) + decisions
         except Exception as error:  # whatever a detector does wrong, the others stand
-            self._failed(name, error)
+            log.debug("%s has no numbers", name, exc_info=error)
+            status = "skipped" if isinstance(error, NotSupported) else "failed"
+            self.records.append(self.row(name, rows.AUROC, status=status, reason=_reason(error)))
             return
         reason = "" if self.extractor.distance else remark
         records.append(self.row(name, rows.FIT_SECONDS, fitted - started, reason=reason))
         records.append(self.row(name, rows.SCORE_SECONDS, done - fitted))
         self.records += records
         self.scores[name], self.detectors[name] = scores, calibrated
-
-    def _failed(self, name: str, error: Exception) -> None:
-        log.debug("%s failed", name, exc_info=error)
-        self.records.append(self.row(name, rows.AUROC, status="failed", reason=_reason(error)))
 
     def _fit(self, adapter: Adapter) -> None:
         extractor = self.extractor

@@ -15,15 +15,12 @@ from pytorch_ood.metrics import functional
 from torch import Tensor
 from torchmetrics import Metric
 
-from rmd_plugin.compare.rows import AURC_OOD, AUROC, AUTC, FPR95, OSCR, RISK90
+from rmd_plugin.compare.rows import AURC_OOD, AUROC, AUTC, FPR95, MEAN, OSCR, RISK90
 from rmd_plugin.detectors.conformal import ScoreMetric
 from rmd_plugin.detectors.moments import check_labels
 
 #: the metrics, named as the framework names them
 METRICS = (AUROC, "AUPR-IN", "AUPR-OUT", FPR95)
-
-#: name under which the average over the OOD sets is reported
-MEAN = "mean"
 
 
 def compare_scores(id_scores: Tensor, ood_scores: Tensor) -> dict[str, Tensor]:

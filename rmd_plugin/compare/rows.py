@@ -20,6 +20,8 @@ Status = Literal["ok", "failed", "skipped"]
 
 #: names of the metrics, as :class:`pytorch_ood.metrics.OODMetrics` calls them
 AUROC, FPR95, ACCURACY = "AUROC", "FPR95TPR", "ACC"
+#: name under which the average over the OOD sets is reported
+MEAN = "mean"
 SECONDS = FIT_SECONDS, SCORE_SECONDS = "fit_seconds", "score_seconds"
 
 #: of a detector and the classifier together, see :func:`rmd_plugin.compare.metrics.joint_metrics`
@@ -39,8 +41,7 @@ COLUMNS = [
 ]  # fmt: skip
 #: of what a row need not say
 _DEFAULTS = {"distance": "", "low": math.nan, "high": math.nan, "status": "ok", "reason": ""}
-_NUMBERS = ("value", "low", "high")
-_TYPES = {**dict.fromkeys(COLUMNS, object), "seed": int, **dict.fromkeys(_NUMBERS, float)}
+_TYPES = dict.fromkeys(COLUMNS, object) | {"seed": int, "value": float, "low": float, "high": float}
 
 #: of the standard normal, for intervals of 95 %
 _QUANTILE = 1.96
@@ -84,11 +85,16 @@ def read_rows(path: str | os.PathLike[str]) -> pd.DataFrame:
         ValueError: if the file does not hold rows.
     """
     try:
-        # as texts, of which float() makes the same bits again; a detector may be called NA
-        rows = pd.read_csv(path, usecols=COLUMNS, dtype=str, keep_default_na=False)
-        return rows[COLUMNS].replace({name: {"": "nan"} for name in _NUMBERS}).astype(_TYPES)
+        return read_csv(path, _TYPES)
     except ValueError as error:
         raise ValueError(f"{path} does not hold rows of a comparison: {error}") from error
+
+
+def read_csv(path: str | os.PathLike[str], types: Mapping[str, type]) -> pd.DataFrame:
+    """Columns of a CSV file with their types, numbers to the last bit; an empty number is NaN."""
+    # as texts, of which float() makes the same bits again; a detector may be called NA
+    texts = pd.read_csv(path, usecols=list(types), dtype=str, keep_default_na=False)[list(types)]
+    return texts.replace({name: {"": "nan"} for name, kind in types.items() if kind is float}).astype(types)
 
 
 def select(rows: pd.DataFrame, **wanted: object) -> pd.DataFrame:

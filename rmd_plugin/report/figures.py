@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from rmd_plugin.compare.rows import AUROC, SECONDS, make_rows
+from rmd_plugin.compare.rows import AUROC, MEAN, SECONDS, make_rows
 from rmd_plugin.files import replacing
 from rmd_plugin.report import tables
 from rmd_plugin.report.run import CALIBRATION, ID, Scores
@@ -53,8 +53,6 @@ SLIDE = (10.0, 5.625)  # 16:9
 SMALL = 12.0
 _PANEL = (6.0, 3.9)
 
-#: name that the monitor gives to the mean over the OOD sets
-MEAN = "mean"
 #: detectors that have a colour and a name in one figure
 NAMED = 12
 #: up to which level of false alarms calibration is drawn: beyond, nobody decides
@@ -243,14 +241,14 @@ def histogram_panel(axes: Axes, samples: Mapping[str, np.ndarray], colours: Mapp
 
 @house_style()
 def calibration_figure(
-    scores: Scores, rows: pd.DataFrame | None = None, *, detectors: Sequence[str] | None = None, title: str = ""
+    scores: Scores, rows: pd.DataFrame, *, detectors: Sequence[str] | None = None, title: str = ""
 ) -> Figure | None:
     """Requested false alarms against those on the ID test set, one line per detector; None without any.
 
     The band holds 95 % of what exchangeable data give: the Beta-binomial law of both sizes. A line above has more
     false alarms than were promised. By default :func:`choose_detectors` says which are drawn.
     """
-    chosen = choose_detectors(make_rows() if rows is None else rows) if detectors is None else detectors
+    chosen = choose_detectors(rows) if detectors is None else detectors
     pairs = {name: (mine[CALIBRATION], mine[ID]) for name in chosen if CALIBRATION in (mine := scores.get(name, {}))}
     if not pairs:
         return None

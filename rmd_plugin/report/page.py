@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 from matplotlib.figure import Figure
 
-from rmd_plugin.compare.rows import ACCURACY, AUROC, make_rows, select
+from rmd_plugin.compare.rows import ACCURACY, make_rows, select
 from rmd_plugin.files import replacing
 from rmd_plugin.report import figures, tables
 from rmd_plugin.report.figures import DASHES, PALETTE
@@ -163,7 +163,6 @@ def render_report(run: RunFolder) -> str:
     rows = make_rows() if rows is None else rows
     about = rows[tables.COMPARISON].iloc[0].to_dict() if len(rows) else status.about if status is not None else {}
     scores = attempt(run.read_scores) or {}
-    calibration = attempt(figures.calibration_figure, scores, rows)
     return tables.render(
         "report.html",
         about={"benchmark": "", "backbone": "", "seed": "", **about},
@@ -176,8 +175,7 @@ def render_report(run: RunFolder) -> str:
         decisions=attempt(tables.decision_tables, rows),
         joint=attempt(tables.joint_tables, rows),
         pictures={
-            "calibration": calibration
-            and attempt(lambda: [picture(calibration, "Requested and measured false alarms")]),
+            "calibration": attempt(_calibration, rows, scores),
             "over_training": attempt(_over_training, rows, attempt(run.read_history) or []),
             "scores": attempt(_histograms, rows, scores),
         },
@@ -190,17 +188,19 @@ def render_report(run: RunFolder) -> str:
     )
 
 
+def _calibration(rows: pd.DataFrame, scores: Scores) -> list[Picture]:
+    figure = figures.calibration_figure(scores, rows)
+    return [] if figure is None else [picture(figure, "Requested and measured false alarms")]
+
+
 def _over_training(rows: pd.DataFrame, history: figures.History) -> list[Picture]:
-    fitted = [row for row in history if row["metric"] == AUROC and row["ood"] and row["stage"] == "fit"]
-    distances = ood_sets(rows)
-    detectors = figures.choose_detectors(rows, figures.NAMED)
-    return [
-        picture(
-            figures.epochs_figure([row for row in fitted if row["ood"] == name], detectors, distances),
-            f"AUROC over the epochs: {set_title(name, distances)}",
-        )
-        for name in figures.history_sets(fitted)
-    ]
+    fitted = [row for row in history if row["stage"] == "fit"]
+    distances, detectors = ood_sets(rows), figures.choose_detectors(rows, figures.NAMED)
+    drawn = []
+    for name in figures.history_sets(fitted):
+        figure = figures.epochs_figure([row for row in fitted if row["ood"] == name], detectors, distances)
+        drawn.append(picture(figure, f"AUROC over the epochs: {set_title(name, distances)}"))
+    return drawn
 
 
 def _histograms(rows: pd.DataFrame, scores: Scores) -> list[Picture]:

@@ -30,7 +30,7 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 
 from rmd_plugin import __version__
-from rmd_plugin.compare.rows import SECONDS, make_rows, read_rows, write_rows
+from rmd_plugin.compare.rows import SECONDS, make_rows, read_csv, read_rows, write_rows
 from rmd_plugin.files import parse_yaml, replacing
 
 CONFIG = "config.yaml"  # resolved: a run can be repeated from it
@@ -54,7 +54,9 @@ ID, CALIBRATION = "test", "val"
 #: detector -> :data:`ID`, :data:`CALIBRATION` or name of an OOD set -> scores of shape (N,)
 Scores = Mapping[str, Mapping[str, np.ndarray]]
 
-_HISTORY = ["stage", "epoch", "step", "detector", "ood", "metric", "value"]
+_HISTORY = {
+    "stage": object, "epoch": int, "step": int, "detector": object, "ood": object, "metric": object, "value": float
+}  # fmt: skip
 _SEPARATOR = "//"
 
 #: packages whose versions are kept, where they are installed
@@ -199,17 +201,11 @@ class RunFolder:
     def write_history(self, history: Iterable[Mapping[str, Any]]) -> None:
         """Write ``OODMonitor.history``: rows with stage, epoch, step, detector, ood, metric and value."""
         with replacing(self._target(HISTORY), newline="") as file:
-            pd.DataFrame(list(history), columns=_HISTORY).to_csv(file, index=False, lineterminator="\n")
+            pd.DataFrame(list(history), columns=list(_HISTORY)).to_csv(file, index=False, lineterminator="\n")
 
     def read_history(self) -> list[dict[str, Any]]:
         """What :meth:`write_history` wrote; empty if there is none."""
-
-        def parse(path: Path) -> list[dict[str, Any]]:
-            texts = pd.read_csv(path, usecols=_HISTORY, dtype=str, keep_default_na=False)
-            numbers = texts.replace({"value": {"": "nan"}}).astype({"epoch": int, "step": int, "value": float})
-            return list(numbers.to_dict("records"))
-
-        return self._read(HISTORY, parse, [])
+        return self._read(HISTORY, lambda path: list(read_csv(path, _HISTORY).to_dict("records")), [])
 
     def write_scores(self, scores: Scores) -> None:
         """Write scores, detector -> set -> array of shape (N,), as float32 arrays named ``detector//set``."""

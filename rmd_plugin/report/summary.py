@@ -34,7 +34,7 @@ _OVERRIDES = ".hydra/overrides.yaml"
 _NOT_SETTINGS = re.compile(
     r"\b(hydra|paths|names|logger|monitor|figures|resamples|num_workers|resume|verbose|progress|devices?"
     r"|enable_progress_bar|enable_model_summary|ood_monitor|lr_monitor|model_summary|rich_progress|dirpath)\b"
-    r"|(seed|dir)(\.|$)"
+    r"|(seed|dir)(\.|$)|^format$"
 )
 
 

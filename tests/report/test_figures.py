@@ -82,13 +82,13 @@ def test_odd_scores_are_drawn_too(values):
 def test_calibration_shows_the_share_of_the_test_set_that_is_flagged():
     rng = np.random.default_rng(0)
     scores = {"rmd": {"val": rng.normal(size=999), "test": rng.normal(size=2000)}}
-    (axes,) = calibration_figure(scores, detectors=["rmd"]).axes
+    (axes,) = calibration_figure(scores, compared(), detectors=["rmd"]).axes
     line = next(line for line in axes.lines if line.get_color() == colour("rmd"))
     at = int(np.flatnonzero(np.isclose(line.get_xdata(), 10.0))[0])
     threshold = np.sort(scores["rmd"]["val"])[-100]
     assert line.get_ydata()[at] == pytest.approx(100 * np.mean(scores["rmd"]["test"] > threshold))
     assert legend(axes) == ["RMD"]
-    assert calibration_figure({"rmd": {"test": np.zeros(3)}}, detectors=["rmd"]) is None
+    assert calibration_figure({"rmd": {"test": np.zeros(3)}}, compared(), detectors=["rmd"]) is None
 
 
 def test_curves_over_epochs_stand_at_their_values_and_are_named_by_where_they_end():
