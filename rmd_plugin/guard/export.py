@@ -40,13 +40,16 @@ def export_program(guard: Guard) -> torch.export.ExportedProgram:
         return torch.export.export(graph, (example,), dynamic_shapes=(axes,), strict=False)
 
 
-def export_onnx(guard: Guard, path: Path) -> None:
+def export_onnx(guard: Guard, path: Path) -> str:
     """Write the graph of a guard as an ONNX file, and compare what it gives with the guard itself.
 
     The input is ``images``, ``ids`` or ``features``, or ``pixels`` (B, 3, H, W) where the preprocessing of the pictures
     runs in Python only, such as an image processor of Hugging Face; the outputs are ``logits``, ``class``,
     ``nearest_class``, ``score``, ``p_value`` and ``is_ood``. The metadata of the file names the classes, alpha and the
     threshold.
+
+    Returns:
+        The name of the input.
 
     Raises:
         ValueError: if a part of it cannot be exported, or the file gives other numbers.
@@ -76,6 +79,7 @@ def export_onnx(guard: Guard, path: Path) -> None:
             if not np.allclose(there, values, rtol=_AGREEMENT, atol=tolerance, equal_nan=True):
                 apart = float(np.abs(there - values).max())
                 raise ValueError(f"the {output} of the file differ by {apart:.2g} from those in Python")
+    return name
 
 
 @contextmanager

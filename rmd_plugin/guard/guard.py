@@ -296,10 +296,9 @@ class Guard:
                 self.backbone.save_assets(aside / ASSETS)
                 if not any((aside / ASSETS).iterdir()):
                     (aside / ASSETS).rmdir()
-                if onnx:
-                    export_onnx(self, aside / ONNX)
+                onnx_input = export_onnx(self, aside / ONNX) if onnx else None
                 self.about = _about(self)
-                (aside / CARD).write_text(_card(self.about, onnx=onnx), encoding="utf-8")
+                (aside / CARD).write_text(_card(self.about, onnx_input), encoding="utf-8")
                 content = json.dumps(self.about, indent=2, ensure_ascii=False, default=str)
                 (aside / ABOUT).write_text(content + "\n", encoding="utf-8")
                 if folder.exists():
@@ -478,14 +477,14 @@ def _about(guard: Guard) -> dict[str, Any]:
     return about | {"made": datetime.now(UTC).isoformat(timespec="seconds"), "versions": collect_versions()}
 
 
-def _card(about: Mapping[str, Any], *, onnx: bool) -> str:
-    """The model card as Markdown, from what ``guard.json`` says."""
+def _card(about: Mapping[str, Any], onnx_input: str | None) -> str:
+    """The model card as Markdown, from what ``guard.json`` says and the name of the input of ``model.onnx``."""
     loader = PackageLoader("rmd_plugin.guard")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["plain"] = lambda text: html.escape(" ".join(str(text).split())).replace("|", "&#124;")
     environment.filters["percent"] = lambda value: f"{100 * value:.1f} %"
     template = environment.get_template("card.md")
-    return template.render(about=about, onnx=onnx, listed=50, metrics=about.get("metrics") or {})
+    return template.render(about=about, onnx_input=onnx_input, listed=50, metrics=about.get("metrics") or {})
 
 
 def _make_backbone(folder: Path, about: Mapping[str, Any], transform: Any) -> Backbone:

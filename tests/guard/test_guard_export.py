@@ -104,6 +104,9 @@ def test_a_vision_transformer_of_hugging_face_is_deployed_with_its_processor(tmp
     items = np.stack(pictures(50, (40, 70), seed=3) + pictures(50, (40, 70), seed=3, ood=True))
     # the processor runs in Python: the file takes what it has prepared
     check_equal(guard, judge(np.stack([guard.prepare(item).numpy() for item in items])), guard(items))
+    card = (tmp_path / "guard" / "README.md").read_text()
+    assert "`pixels`" in card
+    assert "`images`" not in card
     (tmp_path / "vit").rename(tmp_path / "gone")  # another machine
     assert torch.equal(Guard.load(tmp_path / "guard")(items).score, guard(items).score)
 
