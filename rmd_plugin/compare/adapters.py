@@ -68,6 +68,18 @@ class Encoded:
         logits = None if self.logits is None else self.logits[keep]
         return Encoded(self.features[keep], logits, None if self.labels is None else self.labels[keep])
 
+    def take(self, representation: Representation) -> Any:
+        """What a detector is fed with."""
+        if representation is _LOGITS:
+            if self.logits is None:
+                raise ValueError("there are no logits of shape (B, K), K >= 2, from the head.")
+            return self.logits
+        if representation is _INPUTS:
+            return self.inputs
+        if representation is _MAPS:
+            return self.features.float()[:, :, None, None]  # as the framework documents it for pooled features
+        return self.features.float() if representation is _HEAD else self.features
+
 
 class Representation(Enum):
     """What a detector is fitted on or scores."""
@@ -127,7 +139,7 @@ class Adapter:
         if not isinstance(data, Encoded):
             (detector.fit_moments if self.fitted_on is _MOMENTS else detector.fit)(data)
         else:
-            values, labels = take(self.fitted_on, data), cast(Tensor, data.labels)
+            values, labels = data.take(self.fitted_on), cast(Tensor, data.labels)
             if not isinstance(bare(detector), StatefulDetector):
                 values, labels = values.cpu(), labels.cpu()  # the framework fits on the CPU, partly with numpy
             if self.fitted_on is _HEAD:
@@ -136,12 +148,8 @@ class Adapter:
             else:
                 getattr(detector, f"fit{_ENDINGS[self.fitted_on]}")(values, labels)
 
-    def score(self, encoded: Encoded) -> Tensor:
-        """OOD scores of an encoded batch, shape (B,); higher means more likely OOD."""
-        return self.score_values(take(self.scored_on, encoded))
-
-    def score_values(self, values: Any) -> Tensor:
-        """OOD scores of what :func:`take` gives."""
+    def score(self, values: Any) -> Tensor:
+        """OOD scores, shape (B,), of what :meth:`Encoded.take` gives for :attr:`scored_on`; higher is more OOD."""
         predict = getattr(self.detector, f"predict{_ENDINGS.get(self.scored_on, '')}")
         if self.scored_on not in (_HEAD, _INPUTS):
             with torch.no_grad():
@@ -150,19 +158,6 @@ class Adapter:
         with torch.inference_mode(False), torch.enable_grad():
             scores = predict(apply_to_collection(values, Tensor, torch.clone))
         return scores.detach() if isinstance(scores, Tensor) else scores
-
-
-def take(representation: Representation, encoded: Encoded) -> Any:
-    """What a detector is fed, from an encoded batch."""
-    if representation is _LOGITS:
-        if encoded.logits is None:
-            raise ValueError("there are no logits of shape (B, K), K >= 2, from the head.")
-        return encoded.logits
-    if representation is _INPUTS:
-        return encoded.inputs
-    if representation is _MAPS:
-        return encoded.features.float()[:, :, None, None]  # as the framework documents it for pooled features
-    return encoded.features.float() if representation is _HEAD else encoded.features
 
 
 def adopt(detector: Detector) -> Adapter:
@@ -175,13 +170,8 @@ def adopt(detector: Detector) -> Adapter:
     return Adapter(detector, fitted_on(detector, scored_on), scored_on)
 
 
-def lacks_head(detector: Detector) -> bool:
-    """Whether a detector of ours has a use for the head of the network, and has none."""
-    return isinstance(bare(detector), StatefulDetector) and getattr(bare(detector), "head", detector) is None
-
-
 def give_head(detector: Detector, parts: NetworkParts) -> None:
-    """Give such a detector the head that there is."""
+    """Give a detector of ours the head that there is."""
     if parts.head is not None:
         bare(detector).head = deepcopy(parts.head).requires_grad_(False)  # type: ignore[attr-defined]
 

@@ -258,11 +258,11 @@ class Comparison:
         if adapter.scored_on is Representation.INPUTS:
             batches = extractor.bar(extractor.loader(split), f"{type(adapter.detector).__name__} {split}")
             with evaluating(extractor.encoder.to(extractor.device)):
-                parts = [adapter.score_values(x.to(extractor.device)).cpu() for x, _ in batches]
+                parts = [adapter.score(x.to(extractor.device)).cpu() for x, _ in batches]
         else:
             size = max(16, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // (extractor.num_classes * data.features.shape[1])))
             chunks = (data.select(slice(start, start + size)) for start in range(0, len(data), size))
-            parts = [adapter.score(chunk).cpu() for chunk in chunks]
+            parts = [adapter.score(chunk.take(adapter.scored_on)).cpu() for chunk in chunks]
         scores = torch.cat(parts).detach().double().numpy()
         if scores.shape != (len(data),):
             raise ValueError(f"scores must have shape ({len(data)},), got {scores.shape}")

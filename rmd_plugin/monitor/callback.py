@@ -7,8 +7,8 @@ import pickle
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
@@ -31,7 +31,8 @@ from rmd_plugin.compare import adapters
 from rmd_plugin.compare.adapters import Encoded, EncodingError, Representation
 from rmd_plugin.compare.metrics import MEAN, METRICS, check_set_names, compare_scores
 from rmd_plugin.compare.rows import FALSE_ALARMS, THRESHOLD
-from rmd_plugin.detectors.conformal import Calibrated, Calibration, bare, required_samples
+from rmd_plugin.detectors.conformal import Calibrated, Calibration, bare
+from rmd_plugin.detectors.detectors import StatefulDetector
 from rmd_plugin.detectors.drift import DriftAlarm, check_level
 from rmd_plugin.detectors.snapshot import NotKeptError, build_detector, restore_snapshot, take_snapshot
 from rmd_plugin.files import detector_options, replacing
@@ -175,7 +176,9 @@ class OODMonitor(Callback):
         self.drift_alarms: dict[str, DriftAlarm] = {}
         self._metrics = (*METRICS, DETECTED) if calibrate else METRICS
         self._adapters = {n: adapters.adopt(spec) for n, spec in self._specs.items() if isinstance(spec, Detector)}
-        self._headless = {name for name, detector in self.detectors.items() if adapters.lacks_head(detector)}
+        # ours that have a use for the head of the network, and have none
+        ours = {name: bare(d) for name, d in self.detectors.items() if isinstance(bare(d), StatefulDetector)}
+        self._headless = {name for name, detector in ours.items() if getattr(detector, "head", detector) is None}
         # why a detector cannot score
         self._unfit = {n: "it is not fitted." for n, spec in self._specs.items() if not getattr(spec, "fitted", False)}
         self._calibrations: dict[str, Calibration] = {}
@@ -295,7 +298,7 @@ class OODMonitor(Callback):
             training_loader(trainer, twice=False)
             return
         batches = encode_share(trainer, self._encoder, self._sharing(trainer))
-        with closing(batches), as_validation(trainer):
+        with closing(batches):
             try:
                 if next(batches)[0].labels is None:
                     raise EncodingError("the batches to fit on have no labels. Pass labels=, or another fit_loader=.")
@@ -340,8 +343,7 @@ class OODMonitor(Callback):
         if not due or trainer.global_step == self._fit_step:
             return
         if self.refit == "pass" or self._stream is not None:
-            with as_validation(trainer):
-                self._fit(trainer, list(self.detectors))
+            self._fit(trainer, list(self.detectors))
         if not any(row["ood"] for row in self.history):
             epochs = f"warmup_epochs={self.warmup_epochs}, every_n_epochs={self.every_n_epochs}"
             self._complain(f"the detectors are not scored: no validation in an epoch of theirs ({epochs}).", once=True)
@@ -505,7 +507,8 @@ class OODMonitor(Callback):
             runs_network = adapter.scored_on is Representation.INPUTS
             try:
                 with visiting(trainer.lightning_module, self.seed) if runs_network else isolated_rng(self.seed):
-                    rows[:, column] = adapter.score(encoded).detach().cpu().reshape(len(encoded))
+                    values = encoded.take(adapter.scored_on)
+                    rows[:, column] = adapter.score(values).detach().cpu().reshape(len(encoded))
             except Exception as error:
                 evaluation.errors[name] = reason_of(error)
         evaluation.rows.append(rows[keep])
@@ -548,6 +551,8 @@ class OODMonitor(Callback):
                 on_id, on_ood = rows[is_id, column], {ood: rows[mask, column] for ood, mask in masks.items()}
                 gathered[name] = on_id, {ood: scores for ood, scores in on_ood.items() if len(scores)}
                 threshold = self._threshold(name, on_id)
+                sets = {"": on_id, **on_ood}
+                flagged = {ood: float((~(scores <= threshold)).double().mean()) for ood, scores in sets.items()}
                 for ood in (ood for ood in masks if ood not in lost):
                     try:
                         compared = compare_scores(on_id, on_ood[ood])
@@ -556,13 +561,13 @@ class OODMonitor(Callback):
                         continue
                     values |= {(ood, metric): float(value) for metric, value in compared.items()}
                     if not math.isnan(threshold):
-                        values[ood, DETECTED] = share_above(on_ood[ood], threshold)
+                        values[ood, DETECTED] = flagged[ood]
             if masks:
                 values |= {(MEAN, m): sum(values[ood, m] for ood in masks) / len(masks) for m in self._metrics}
             if not math.isnan(threshold):
                 values["", THRESHOLD] = threshold
                 if self._stage != "fit":  # there the samples are those of the calibration
-                    values["", FALSE_ALARMS] = share_above(on_id, threshold)
+                    values["", FALSE_ALARMS] = flagged[""]
             for (ood, metric), value in values.items():
                 self._record(trainer, name, ood, metric, value)
         self._publish(trainer, gathered)
@@ -582,11 +587,12 @@ class OODMonitor(Callback):
             if own:
                 detector.calibration = self._calibrations[name]
         alpha = detector.alpha if own else self.alpha
-        calibration, required = self._calibrations.get(name), required_samples(alpha)
-        if calibration is None or len(calibration) < required:
-            self._say(f"too few ID validation samples for a threshold at alpha={alpha:g}: it takes {required}.")
+        calibration = self._calibrations.get(name)
+        try:
+            return math.nan if calibration is None else float(calibration.threshold(alpha))
+        except ValueError as too_few:
+            self._say(f"{name!r} has no threshold: {too_few}")
             return math.nan
-        return float(calibration.threshold(alpha))
 
     # -- prediction ---------------------------------------------------------------------------------------------------
 
@@ -801,24 +807,9 @@ class Evaluation:
     rows: list[Tensor] = field(default_factory=list)  #: for each batch: source, position, label, scores
 
 
-def share_above(scores: Tensor, threshold: float) -> float:
-    """Share of scores that a threshold flags, NaN among them."""
-    return float((~(scores <= threshold)).double().mean())
-
-
 def reason_of(error: Exception) -> str:
     """An error in one sentence."""
     return f"{type(error).__name__}: {error}"
-
-
-@contextmanager
-def as_validation(trainer: Trainer) -> Iterator[None]:
-    """Let the trainer say that it validates, so that the user's hooks do not augment the batches."""
-    trainer.validating = True
-    try:
-        yield
-    finally:
-        trainer.training = True
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

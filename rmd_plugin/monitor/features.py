@@ -10,7 +10,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -74,12 +74,6 @@ def visiting(module: nn.Module, seed: int) -> Iterator[None]:
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):
                     buffer.data.copy_(before)
-
-
-def eagerly() -> AbstractContextManager[Any]:
-    """Run compiled modules as they were written: hooks that are registered after the compilation do not fire."""
-    # nobody has compiled anything before this is imported, which takes seconds
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -248,12 +242,9 @@ class BatchEncoder:
         self._calls: list[Call] = []
         self._handles: list[Any] = []
         self._way = ""  # how the module is run on a batch, once it is known
-
-    @property
-    def compiled(self) -> bool:
-        """Whether torch.compile has compiled a part: hooks would make it compile again."""
         marks = ("_orig_mod", "_compiled_call_impl", "_compiler_ctx")  # the last one is Lightning's
-        return any(getattr(part, mark, None) is not None for part in self.module.modules() for mark in marks)
+        #: whether torch.compile has compiled a part: hooks would make it compile again
+        self.compiled = any(getattr(part, mark, None) is not None for part in module.modules() for mark in marks)
 
     # -- recording a forward pass --------------------------------------------------------------------------------------
 
@@ -280,21 +271,20 @@ class BatchEncoder:
         parts = list(parts.values()) if isinstance(parts, Mapping) else parts
         parts = parts if isinstance(parts, (tuple, list)) else [parts]
         outputs = [z for z in parts if isinstance(z, Tensor) and z.is_floating_point()]
-        if not inside:  # a single output for each sample may come without its dimension
-            flat = [z.reshape(len(z), -1) for z in outputs if z.ndim and z.shape[2:].numel() == 1]
-            self._calls.append(Call(name, layer, None, [self._copy(z) for z in flat]))
-            return
-        z = next((z for z in (*args, *kwargs.values()) if isinstance(z, Tensor)), None)
-        # while the head is unknown, convolutions of the body are not of interest
-        searching = self.by_head and self.head is None and not isinstance(layer, nn.Linear)
-        if z is not None and outputs and not (searching and z[0, 0].numel() > 1):
-            self._calls.append(Call(name, layer, self._copy(z), [self._copy(z) for z in outputs]))
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        # a copy, since the module may go on in place; but not of the tokens of all layers.
-        # Plain tensors: subclasses with metadata (MONAI's) refuse masks
-        tensor = tensor.detach().as_subclass(Tensor)
-        return tensor.clone() if tensor.ndim == 2 or self.head or not self.by_head else tensor
+        searching = self.by_head and self.head is None
+        if inside:
+            z = next((z for z in (*args, *kwargs.values()) if isinstance(z, Tensor)), None)
+            # while the head is unknown, convolutions of the body are not of interest
+            if z is None or not outputs or (searching and not isinstance(layer, nn.Linear) and z[0, 0].numel() > 1):
+                return
+            outputs = [z, *outputs]
+        else:  # a single output for each sample may come without its dimension
+            outputs = [z.reshape(len(z), -1) for z in outputs if z.ndim and z.shape[2:].numel() == 1]
+        # plain tensors: subclasses with metadata (MONAI's) refuse masks. Copies, since the module may go on in place;
+        # but not of the tokens of all layers
+        outputs = [z.detach().as_subclass(Tensor) for z in outputs]
+        outputs = [z if searching and z.ndim != 2 else z.clone() for z in outputs]
+        self._calls.append(Call(name, layer, outputs.pop(0) if inside else None, outputs))
 
     def stop(self) -> list[Call]:
         """Remove the hooks; return what they have recorded."""
@@ -313,7 +303,14 @@ class BatchEncoder:
         Raises:
             EncodingError: if nobody can tell the features from what was recorded.
         """
-        calls, labels = self.stop(), self.labels_of(batch) if labelled else None
+        calls, labels = self.stop(), self._labels(batch) if labelled else None
+        if labels is not None:
+            try:
+                labels = torch.as_tensor(labels).detach().as_subclass(Tensor)
+                labels = labels.flatten() if labels.ndim == 2 and labels.shape[1] == 1 else labels
+                labels = check_labels(labels, len(labels))
+            except (TypeError, ValueError) as error:
+                raise EncodingError(f"{error} Pass labels=, which takes them from the batch.") from error
         inputs = batch_inputs(batch) if self._forward is None else batch
         size = num_samples(inputs) if labels is None else len(labels)
         layers, around = list[Call](), list[Call]()  # those of the batch's size, the last call first
@@ -372,9 +369,13 @@ class BatchEncoder:
         problems: list[Exception] = []
         ways = self._ways(batch)
         known = self._way in ways
+        # hooks that are registered after the compilation fire only in compiled modules that run as they were written;
+        # nobody has compiled anything before this module is imported, which takes seconds
+        compiles = "torch._dynamo" in sys.modules
         for way in [self._way] if known else ways:
             try:
-                with evaluating(self.module), torch.no_grad(), eagerly():
+                eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+                with evaluating(self.module), torch.no_grad(), eager:
                     self.start()
                     ways[way]()
                     encoded = self.take(batch, labelled=labelled)
@@ -416,18 +417,6 @@ class BatchEncoder:
         child, _, inside = (self.head or self.encoder or "").partition(".")
         candidates = [self.module, getattr(self.module, child, None) if inside else None]
         return next((m for m in candidates if isinstance(m, nn.Module) and overrides(m, "forward")), None)
-
-    def labels_of(self, batch: Any) -> Tensor | None:
-        """Integer labels of a batch, shape (B,), or None if it has none."""
-        labels = self._labels(batch)
-        if labels is None:
-            return None
-        try:
-            labels = torch.as_tensor(labels).detach().as_subclass(Tensor)
-            labels = labels.flatten() if labels.ndim == 2 and labels.shape[1] == 1 else labels
-            return check_labels(labels, len(labels))
-        except (TypeError, ValueError) as error:
-            raise EncodingError(f"{error} Pass labels=, which takes them from the batch.") from error
 
 
 class Encoding(nn.Module):

@@ -14,7 +14,7 @@ from pytorch_lightning import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from rmd_plugin.compare.adapters import Adapter, Encoded, EncodingError, Representation, take
+from rmd_plugin.compare.adapters import Adapter, Encoded, EncodingError, Representation
 from rmd_plugin.detectors.moments import check_labels
 from rmd_plugin.monitor.features import BatchEncoder, visiting
 
@@ -151,16 +151,22 @@ def encode_share(
     """
     if runs_together(trainer) and not is_map_style(share.source):
         raise EncodingError("under FSDP2 all processes need equally many batches: pass a map-style DataLoader.")
-    seen, module = 0, trainer.lightning_module
+    seen, module, training = 0, trainer.lightning_module, trainer.training
     with visiting(module, share.seed), torch.inference_mode(False), torch.no_grad():
-        for batch, keep in share:
-            # to the module's device and precision, through the user's hooks
-            batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
-            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-            with trainer.precision_plugin.forward_context():
-                encoded = encoder(batch, labelled=labelled)
-            yield encoded, torch.arange(seen, seen + len(encoded)) * share.world + share.rank, keep
-            seen += len(encoded)
+        try:
+            trainer.validating = trainer.validating or training  # so that the user's hooks do not augment the batches
+            for batch, keep in share:
+                # to the module's device and precision, through the user's hooks
+                batch = module._on_before_batch_transfer(
+                    trainer.precision_plugin.convert_input(batch), dataloader_idx=0
+                )
+                batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+                with trainer.precision_plugin.forward_context():
+                    encoded = encoder(batch, labelled=labelled)
+                yield encoded, torch.arange(seen, seen + len(encoded)) * share.world + share.rank, keep
+                seen += len(encoded)
+        finally:
+            trainer.training = training
 
 
 # -- many detectors ----------------------------------------------------------------------------------------------------
@@ -188,8 +194,8 @@ class FeatureRows:
             batch = (rows.detach()[is_id], labels.long()[is_id], index.to(is_id.device)[is_id])
             self._batches.append(tuple(part.cpu().clone() for part in batch))  # type: ignore[arg-type]
 
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """Rows (N, D) and labels (N,) of all processes, ordered by index.
+    def compute(self) -> Encoded:
+        """The rows and labels of all processes, ordered by index; the rows stand for features and for logits.
 
         Raises:
             ValueError: if no sample with a label >= 0 was seen.
@@ -203,7 +209,7 @@ class FeatureRows:
             raise ValueError("no ID sample (label >= 0) was seen: there is nothing to fit.")
         rows, labels, index = map(torch.cat, zip(*batches, strict=True))
         order = index.argsort(stable=True)
-        return rows[order], labels[order]
+        return Encoded(rows[order], rows[order], labels[order])
 
 
 class Fit:
@@ -241,7 +247,7 @@ class Fit:
             if key not in self._errors:
                 try:
                     if isinstance(key, Representation):
-                        metric.update(take(key, encoded), encoded.labels, positions)
+                        metric.update(encoded.take(key), encoded.labels, positions)
                     else:
                         metric.update(encoded.features, encoded.labels)
                 except Exception as error:
@@ -264,7 +270,10 @@ class Fit:
             start, adapter, error = time.perf_counter(), adapters[name], self._errors.get(key)
             if not anywhere(error is not None):
                 try:
-                    data[key] = data[key] if key in data else self._gather(key)
+                    if key not in data:
+                        data[key] = gathered = self.metrics[key].compute()
+                        labels: Any = gathered.labels if isinstance(gathered, Encoded) else gathered.counts.nonzero()
+                        self.classes |= set(labels.flatten().tolist())
                     with visiting(trainer.lightning_module, seed), torch.inference_mode(False), torch.enable_grad():
                         adapter.fit(data[key])
                 except Exception as problem:
@@ -272,13 +281,3 @@ class Fit:
             if anywhere(error is not None):
                 error = error or RuntimeError("see the error of another process.")
             yield name, time.perf_counter() - start, error
-
-    def _gather(self, key: Any) -> Any:
-        """What the metric of all processes together holds."""
-        gathered: Any = self.metrics[key].compute()
-        if not isinstance(key, Representation):
-            self.classes |= set(gathered.counts.nonzero().flatten().tolist())
-            return gathered
-        rows, labels = gathered
-        self.classes |= set(labels.unique().tolist())
-        return Encoded(rows, rows if key is Representation.LOGITS else None, labels)

@@ -80,7 +80,7 @@ def scores_from_features(adapter, net, x, y, new):
     with torch.no_grad():
         train, test = (Encoded(net.features(batch), net(batch), y, batch) for batch in (x, new))
     adapter.fit(DataLoader(TensorDataset(x, y), 64) if adapter.fitted_on is Representation.INPUTS else train)
-    return adapter.score(test)
+    return adapter.score(test.take(adapter.scored_on))
 
 
 @pytest.mark.parametrize("kind", BUILT, ids=lambda kind: f"{kind.__module__.split('.')[0]}-{kind.__name__}")
@@ -135,7 +135,7 @@ def test_detectors_on_inner_layers_score_as_on_a_network_that_is_cut_by_hand(kin
     adapter.fit(loader)
     torch.manual_seed(1)
     expected = by_hand.fit(loader).predict(new)
-    found = adapter.score(Encoded(encoder(new), None, None, new))
+    found = adapter.score(Encoded(encoder(new), None, None, new).take(adapter.scored_on))
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
     assert not found.requires_grad
 

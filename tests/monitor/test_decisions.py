@@ -77,7 +77,7 @@ def test_too_few_samples_have_no_threshold_and_that_is_said(monkeypatch):
     fit(monitor)
     assert logged(monitor, "threshold") == {}
     assert all(value != value for value in logged(monitor, "detected", "svhn").values())
-    assert "it takes 999" in "".join(told)
+    assert "needs 999" in "".join(told)
 
 
 def test_without_calibration_nothing_is_logged_or_kept(tmp_path):

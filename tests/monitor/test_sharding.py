@@ -85,10 +85,10 @@ def test_rows_come_back_in_the_order_of_their_index():
     order = torch.randperm(9)
     for index in order.split(4):
         metric.update(z[index], y[index], index)
-    rows, labels = metric.compute()
+    encoded = metric.compute()
     is_id = y >= 0
-    assert torch.equal(rows, z[is_id])
-    assert torch.equal(labels, y[is_id])
+    assert torch.equal(encoded.features, z[is_id])
+    assert torch.equal(encoded.labels, y[is_id])
 
 
 def test_rows_that_are_not_finite_are_refused_and_not_kept():
@@ -98,7 +98,7 @@ def test_rows_that_are_not_finite_are_refused_and_not_kept():
     z[2, 1] = torch.inf
     with pytest.raises(ValueError, match="1 of 4 samples have NaN or infinite"):
         metric.update(z, y, torch.arange(4))
-    assert len(metric.compute()[0]) == 4
+    assert len(metric.compute()) == 4
     metric = FeatureRows()
     metric.update(torch.randn(2, 3), torch.tensor([-1, -1]), torch.arange(2))
     with pytest.raises(ValueError, match="nothing to fit"):
