@@ -127,7 +127,7 @@ class SampledClassMoments(ClassMoments):
                 keys, rows, labels = keys[near], rows[near], labels[near]
             if len(keys):
                 self._extend(keys, rows.clone(), labels.clone())
-            if sum(map(len, self.sample_keys)) > 2 * SAMPLE_SIZE:
+            if sum(map(len, self.sample_keys)) > 1.25 * SAMPLE_SIZE:
                 self._shorten()
 
     def compute(self) -> SampledMoments:
