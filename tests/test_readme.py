@@ -253,7 +253,8 @@ def test_the_speed_of_an_update_is_measured_at_any_size(tmp_path):
 @pytest.mark.slow
 def test_the_cost_of_the_monitor_is_measured_at_any_size(tmp_path):
     out = run(f"{shlex.quote(sys.executable)} {ROOT / 'speed/callback.py'} --images 16 --rounds 1", tmp_path)
-    assert "growth of the peak RSS" in out and out.count("promised") == 1 and out.count("<=") == 3
+    assert "growth of the peak RSS" in out
+    assert out.count("<=") == 3  # the ratios that the documentation promises
 
 
 # docs/own_data.md
