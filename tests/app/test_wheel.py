@@ -1,4 +1,4 @@
-"""In fresh environments, from wheel, sdist and editable install: the commands, and somebody else's Hydra app."""
+"""In fresh environments, from wheel and editable install: the commands, and somebody else's Hydra app."""
 
 import subprocess
 import sys
@@ -62,11 +62,6 @@ def from_wheel(wheel, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def from_sdist(sdist, tmp_path_factory):
-    return environment(tmp_path_factory.mktemp("env"), sdist)
-
-
-@pytest.fixture(scope="module")
 def from_checkout(clone, tmp_path_factory):
     return environment(tmp_path_factory.mktemp("env"), "-e", clone)
 
@@ -89,7 +84,7 @@ def test_the_source_distribution_builds_the_same_wheel(sdist, wheel, tmp_path):
     assert built.read_bytes() == wheel.read_bytes()
 
 
-@pytest.mark.parametrize("installed", ["from_wheel", "from_sdist", "from_checkout"])
+@pytest.mark.parametrize("installed", ["from_wheel", "from_checkout"])
 def test_a_foreign_hydra_app_has_the_monitor_by_name(request, installed, tmp_path):
     python, app = request.getfixturevalue(installed), ROOT / "examples/hydra_app/main.py"
     plugin = run(
