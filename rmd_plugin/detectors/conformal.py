@@ -42,6 +42,8 @@ Network = Callable[[Any], Tensor]
 _Kind = Literal["inputs", "features", "logits"]
 #: what changes a fit as a whole or not at all
 _CHANGES = ("update", "forget", "add_class")
+#: attributes of the wrapper; all others are those of the wrapped detector
+_OWN = ("detector", "requires_fit", "alpha", "per_class", "calibration", "fold_detectors")
 _PREDICT = {"inputs": "predict", "features": "predict_features", "logits": "predict_logits"}
 
 
@@ -533,6 +535,12 @@ class Calibrated(Detector):
             return result if name == "add_class" else self
 
         return fit
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            super().__setattr__(name, value)
+        else:  # an encoder of the wrapper's own would hide the one that scores
+            setattr(self.detector, name, value)
 
     # -- the wrapped detector -----------------------------------------------------------------------------------------
 

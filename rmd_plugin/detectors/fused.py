@@ -499,6 +499,9 @@ class FusedRMD(StatefulDetector):
 
 def _linear(w: Tensor, b: Tensor | None) -> nn.Linear:
     """A head of weights (C, D) and a bias (C,)."""
+    b = w.new_zeros(len(w)) if b is None else b
+    if w.ndim != 2 or b.shape != w.shape[:1]:
+        raise ValueError(f"a head has w of shape (C, D) and b of (C,), got {tuple(w.shape)} and {tuple(b.shape)}.")
     head: nn.Linear = skip_init(nn.Linear, w.shape[1], len(w), dtype=w.dtype, device=w.device)
-    head.load_state_dict({"weight": w, "bias": w.new_zeros(len(w)) if b is None else b})  # refuses other shapes
+    head.load_state_dict({"weight": w, "bias": b})
     return head.requires_grad_(False)
