@@ -115,7 +115,7 @@ class SampledClassMoments(ClassMoments):
         super().__init__(num_classes, num_features, **kwargs)
         self.seed = seed
         for name in _SAMPLE:
-            self.add_state(f"sample_{name}", [], dist_reduce_fx="cat")
+            self.add_state(f"sample_{name}", [])
 
     def _add(self, z: Tensor, y: Tensor) -> None:
         super()._add(z, y)
@@ -161,14 +161,13 @@ class SampledClassMoments(ClassMoments):
         return _smallest(*(dim_zero_cat(states) for states in (self.sample_keys, self.sample_rows, self.sample_labels)))
 
     def _sync_dist(self, dist_sync_fn: Gather = gather_all_tensors, process_group: Any | None = None) -> None:
-        # a rank without data has to gather empty tensors of the shape and type of the others
-        rows = self._sample()["rows"]
-        own = torch.tensor([rows.shape[1], rows.dtype == torch.float64], device=self.device)
-        width, wide = torch.stack(dist_sync_fn(own, group=process_group or self.process_group)).amax(0).tolist()
-        self._shorten()
-        rows = rows if len(rows) else rows.new_zeros(0, width)
-        self.sample_rows = [rows.to(torch.float64 if wide else torch.float32)]
-        super()._sync_dist(dist_sync_fn, process_group=process_group)
+        super()._sync_dist(dist_sync_fn, process_group)
+        group, sample = process_group or self.process_group, self._sample()
+        wide = torch.tensor(sample["rows"].dtype == torch.float64, device=self.device)
+        if any(dist_sync_fn(wide, group=group)):  # a rank without data has to gather the type of the others
+            sample["rows"] = sample["rows"].double()
+        for name, tensor in sample.items():
+            setattr(self, f"sample_{name}", [part for part in dist_sync_fn(tensor, group=group) if len(part)])
 
 
 def _smallest(keys: Tensor, rows: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -359,9 +358,7 @@ class ClassMoments(Metric):
         shapes["second"] = (width,) if diagonal else (width, width)
         for name, shape in shapes.items():
             # float64: with feature mean 100 a float32 covariance is off in the third digit
-            # _sync_dist makes the shift equal on all ranks before the states are gathered: the largest is any of them
-            reduction = "max" if name == "shift" else "sum"
-            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx=reduction)
+            self.add_state(name, torch.zeros(shape, dtype=torch.float64))
 
     def update(self, features: Tensor, labels: Tensor) -> None:
         """Add a batch. A batch that raises leaves the moments as they were.
@@ -456,34 +453,25 @@ class ClassMoments(Metric):
             setattr(self, name, getattr(moments, name))
 
     def _sync_dist(self, dist_sync_fn: Gather = gather_all_tensors, process_group: Any | None = None) -> None:
-        # Ranks may differ in inferred sizes and in their shift, or have seen nothing: agree on these first, so that
-        # torchmetrics can gather and sum states of one shape that are taken around one point.
+        # not torchmetrics' sum: ranks may differ in inferred sizes and in their shift, or have seen nothing
         group = process_group or self.process_group
-        sizes = dist_sync_fn(torch.tensor([len(self.counts), len(self.shift)], device=self.device), group=group)
-        classes, width = (int(size) for size in torch.stack(sizes).amax(0))
-        if any(int(size[1]) not in (0, width) for size in sizes):
-            raise ValueError("the ranks saw features of different widths.")
-        moments = self._moments() if len(self.shift) == width else self._empty(self.shift.new_zeros(width))
-        moments = moments.with_classes(classes)
-        started = dist_sync_fn(moments.counts.sum(), group=group)
-        shifts = dist_sync_fn(moments.shift, group=group)
-        shift = next((s for s, count in zip(shifts, started, strict=True) if bool(count > 0)), moments.shift)
-        self._set(moments.with_shift(shift))
-        super()._sync_dist(dist_sync_fn, process_group=process_group)
+        states = [dist_sync_fn(getattr(self, name), group=group) for name in _STATES]
+        ranks = [Moments(*rank) for rank in zip(*states, strict=True)]
+        if seen := [moments for moments in ranks if moments.num_samples]:
+            self._set(sum(seen[1:], seen[0]))
 
     def _wrap_compute(self, compute: Callable[[], Moments]) -> Callable[[], Moments]:
-        # torchmetrics squeezes every tensor inside a result, and refuses frozen dataclasses: hide them from it
-        wrapped = super()._wrap_compute(lambda: SimpleNamespace(moments=compute()))
-
+        # torchmetrics' own would squeeze every tensor inside the result, and warn of a rank without data
         @wraps(compute)
-        def opened() -> Moments:
-            with warnings.catch_warnings():
-                # a rank without data is nothing to warn about, and without any data compute() has its own error
-                warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric \w*ClassMoments")
-                moments: Moments = wrapped().moments
+        def synced() -> Moments:
+            moments: Moments | None = self._computed
+            if moments is None:
+                with self.sync_context(self.dist_sync_fn, should_sync=self._to_sync, should_unsync=self._should_unsync):
+                    moments = compute()
+                self._computed = moments if self.compute_with_cache else None  # type: ignore[assignment]
             return moments
 
-        return opened
+        return synced
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
         self._computed = self._forward_cache = None
