@@ -19,10 +19,10 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import accumulate, count
+from itertools import count
 from typing import Any, Literal, Self
 
 import torch
@@ -157,7 +157,7 @@ class Calibration(nn.Module):
         if groups is None:
             groups, num_classes, smallest_class = torch.zeros_like(order), 1, self.size + 1
         own = torch.bincount(groups, minlength=num_classes)
-        self.pooled = nn.Buffer(own < smallest_class)
+        self.pooled = nn.Buffer((own < smallest_class) & (folds is None))
         apart = ordered[groups.argsort(stable=True)]
         self.table = nn.Buffer(ordered if bool(self.pooled.all()) else torch.cat([ordered, apart]))
         self.starts = nn.Buffer(torch.where(self.pooled, 0, self.size + own.cumsum(0) - own))
@@ -166,20 +166,15 @@ class Calibration(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], *, smallest_class: int = 1) -> Self:
         """Make one from :attr:`tensors`."""
-        if "folds" in tensors:
-            return cls(tensors["scores"], folds=tensors["folds"])
-        num_classes = len(tensors.get("class_sizes", ()))
-        return cls(tensors["scores"], tensors.get("classes"), num_classes, smallest_class=smallest_class)
+        classes, sizes = tensors.get("classes"), tensors.get("class_sizes", ())
+        return cls(tensors["scores"], classes, len(sizes), smallest_class=smallest_class, folds=tensors.get("folds"))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """What there is to be saved."""
-        if self.folds is not None:
-            return {"scores": self.scores, "folds": self.folds}
-        if self.classes is None:
-            return {"scores": self.scores}
-        sizes = torch.bincount(self.classes, minlength=len(self.sizes))
-        return {"scores": self.scores, "classes": self.classes, "class_sizes": sizes}
+        sizes = None if self.classes is None else torch.bincount(self.classes, minlength=len(self.sizes))
+        tensors = {"scores": self.scores, "classes": self.classes, "class_sizes": sizes, "folds": self.folds}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     @property
     def scores(self) -> Tensor:
@@ -257,11 +252,9 @@ class Calibration(nn.Module):
         self, scores: Tensor, classes: Tensor | None = None, *, alpha: float, confidence: float | None = None
     ) -> Tensor:
         """Which samples are OOD, shape (B,): those above the threshold, and NaN."""
-        wide, groups, alarms = self._wide(scores), self._groups(scores, classes), self.alarms(alpha, confidence)
-        if self.folds is not None:
-            return (self.count(wide)[0] < alarms).to(scores.device)
-        thresholds = self.table[self.starts + self.sizes - alarms]
-        return (~(wide <= (thresholds if groups is None else thresholds[groups]))).to(scores.device)
+        alarms, groups = self.alarms(alpha, confidence), self._groups(scores, classes)
+        reached, _ = self.count(self._wide(scores), groups)
+        return (reached < (alarms if groups is None else alarms[groups])).to(scores.device)
 
     def count(self, scores: Tensor, groups: Tensor | None = None, *, right: bool = False) -> tuple[Tensor, Tensor]:
         """Calibration samples at or above (``right``: above) each score, and how many it was compared with.
@@ -500,7 +493,7 @@ class Calibrated(Detector):
         self.detector, self.requires_fit = detector, detector.requires_fit
         self.alpha, self.per_class = float(alpha), per_class
         self.calibration: Calibration | None = None
-        self.fold_detectors: list[Detector] = []
+        self.fold_detectors: Sequence[Detector] = []
 
     @property
     def device(self) -> torch.device | None:
@@ -595,7 +588,7 @@ class Calibrated(Detector):
         fold_of = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed)).to(z.device) % folds
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fit on all samples has warned
-            detectors = list(_fit_without_folds(unfitted, z, y, fold_of))
+            detectors = [one.fit_features(z[fold_of != fold], y[fold_of != fold]) for fold, one in enumerate(unfitted)]
         left_out = z.new_zeros(len(z), dtype=torch.float64)
         for fold, detector in enumerate(detectors):
             left_out[fold_of == fold] = self._scored("features", z[fold_of == fold], detector)[0].to(left_out)
@@ -808,7 +801,7 @@ class Calibrated(Detector):
 
     def load_state_dict(self, state: dict[str, Any]) -> Self:
         """Take over what :meth:`state_dict` gave; the networks of the wrapped detector stay."""
-        restore_snapshot(self.detector, check_state(state)["inner"])
+        restore_snapshot(self.detector, check_state(state, type(self))["inner"])
         self.alpha, self.per_class = state["options"]["alpha"], state["options"]["per_class"]
         self._forget_calibration()
         self.fold_detectors = [build_detector(fold) for fold in state.get("folds", ())]
@@ -824,9 +817,7 @@ class Calibrated(Detector):
         ``encoder`` becomes the network of the wrapped one: to features, to logits for detectors on logits, or whatever
         it was made with.
         """
-        if "inner" not in check_state(state):
-            raise ValueError("this is not the state of a calibrated detector. Expected what state_dict() gave.")
-        calibrated = cls(build_detector(state["inner"])).load_state_dict(state)
+        calibrated = cls(build_detector(check_state(state, cls)["inner"])).load_state_dict(state)
         if encoder is not None:
             give_encoder(calibrated.detector, encoder)
         return calibrated
@@ -857,24 +848,6 @@ class Calibrated(Detector):
             raise TypeError(f"{type(self.detector).__name__} has no to_module(), so it cannot be exported.")
         folds = [fold.to_module(dtype) for fold in self.fold_detectors]  # type: ignore[attr-defined]
         return CalibratedScore(score, calibration, self.alpha, known, folds).eval()
-
-
-def _fit_without_folds(unfitted: list[Any], z: Tensor, y: Tensor, fold_of: Tensor) -> Iterator[Detector]:
-    """Detectors that are fitted on all samples but those of their fold."""
-    first = unfitted[0]
-    if not isinstance(first, StatefulDetector) or not first.from_moments:
-        for fold, detector in enumerate(unfitted):
-            yield detector.fit_features(z[fold_of != fold], y[fold_of != fold])
-        return
-    parts = []
-    for fold in range(len(unfitted)):
-        metric = first.new_moments(int(y.max()) + 1, sync_on_compute=False)
-        metric.update(z[fold_of == fold], y[fold_of == fold])
-        parts.append(metric.compute())
-    # sums of the others rather than differences to all: with fewer samples than features nothing cancels
-    ahead, behind = list(accumulate(parts)), list(accumulate(reversed(parts)))[::-1]
-    for fold, detector in enumerate(unfitted):
-        yield detector.fit_moments(sum(ahead[max(0, fold - 1) : fold] + behind[fold + 1 : fold + 2]))
 
 
 def _score_finite(predict: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
