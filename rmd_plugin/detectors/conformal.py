@@ -35,7 +35,16 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from rmd_plugin.detectors.detectors import STATE_FORMAT, StatefulDetector, as_pair, check_state, evaluating, to_device
 from rmd_plugin.detectors.drift import DriftAlarm, check_level
-from rmd_plugin.detectors.moments import Gather, Path, check_features, check_labels, read_state, warn, write_state
+from rmd_plugin.detectors.moments import (
+    DeviceMetric,
+    Gather,
+    Path,
+    check_features,
+    check_labels,
+    read_state,
+    warn,
+    write_state,
+)
 from rmd_plugin.detectors.snapshot import NETWORKS, build_detector, give_encoder, restore_snapshot, take_snapshot
 
 Network = Callable[[Any], Tensor]
@@ -285,7 +294,7 @@ class Calibration(nn.Module):
         return classes.to(self.table.device)
 
 
-class ScoreMetric(Metric):
+class ScoreMetric(DeviceMetric):
     """Base class of metrics whose states are lists of tensors of shape (B,), gathered over the processes.
 
     Args:
@@ -294,8 +303,6 @@ class ScoreMetric(Metric):
     """
 
     full_state_update: bool = False
-    is_differentiable: bool = False
-    higher_is_better: bool | None = None
 
     def __init__(self, dtypes: Mapping[str, torch.dtype], **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -332,10 +339,6 @@ class ScoreMetric(Metric):
         for name, tensor in zip(self._dtypes, self.collected(), strict=True):
             setattr(self, name, [tensor])
         super()._sync_dist(dist_sync_fn, process_group=process_group)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
-        # another device, but never another dtype: ranks would be lost, and groups are integers
-        return super()._apply(lambda t: t.to(fn(t.new_empty(0)).device), exclude_state)
 
 
 class CalibrationScores(ScoreMetric):
@@ -582,19 +585,20 @@ class Calibrated(Detector):
             raise ValueError("per_class=True needs held-out data: calibrate_features(z).")
         # without the networks, which may be large, and before the fit, which may be
         networks = {id(getattr(self.detector, name, None)): None for name in NETWORKS}
-        unfitted = [copy.deepcopy(self.detector, dict(networks)) for _ in range(folds)]
+        fold_detectors = [copy.deepcopy(self.detector, dict(networks)) for _ in range(folds)]
         self._forget_calibration()
         self.detector.fit_features(z, y)
         fold_of = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed)).to(z.device) % folds
+        left_out = z.new_zeros(len(z), dtype=torch.float64)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fit on all samples has warned
-            detectors = [one.fit_features(z[fold_of != fold], y[fold_of != fold]) for fold, one in enumerate(unfitted)]
-        left_out = z.new_zeros(len(z), dtype=torch.float64)
-        for fold, detector in enumerate(detectors):
-            left_out[fold_of == fold] = self._scored("features", z[fold_of == fold], detector)[0].to(left_out)
+            for fold, detector in enumerate(fold_detectors):
+                held_out = fold_of == fold
+                detector.fit_features(z[~held_out], y[~held_out])
+                left_out[held_out] = self._scored("features", z[held_out], detector)[0].to(left_out)
         if bad := int(left_out.isnan().sum()):
             raise ValueError(f"{bad} of {len(left_out)} calibration scores are NaN.")
-        self.calibration, self.fold_detectors = Calibration(left_out, folds=fold_of), detectors
+        self.calibration, self.fold_detectors = Calibration(left_out, folds=fold_of), fold_detectors
         return self
 
     # -- calibration --------------------------------------------------------------------------------------------------
@@ -773,9 +777,8 @@ class Calibrated(Detector):
         if self.per_class and kind == "features" and isinstance(self.detector, StatefulDetector):
             with suppress(NotImplementedError), torch.inference_mode(False):  # raised by a detector without classes
                 return self.detector.scored_classes(values)
-        networks = [value for value in vars(self.detector).values() if isinstance(value, nn.Module)]
-        differentiates = isinstance(self.detector, GradientDetector)
-        with evaluating(*networks), torch.inference_mode(False), torch.set_grad_enabled(differentiates):
+        differentiates, parts = isinstance(self.detector, GradientDetector), vars(self.detector).values()
+        with evaluating(*parts), torch.inference_mode(False), torch.set_grad_enabled(differentiates):
             scores = _score_finite(predict, values) if isinstance(values, Tensor) else predict(values)
         if scores.ndim != 1 or (isinstance(values, Tensor) and len(scores) != len(values)):
             raise ValueError(f"a decision needs one score for each sample, got shape {tuple(scores.shape)}.")

@@ -213,8 +213,7 @@ class Moments:
     @property
     def background_covariance(self) -> Tensor:
         """Covariance Sigma_0 around the background mean, divided by N, shape (D, D) or (D,)."""
-        root = self.sums.sum(0, keepdim=True) * self.counts.sum().clamp(min=1).rsqrt()
-        return self._per_sample(self.second - self._square(root))
+        return self.covariance + self.between_covariance
 
     @property
     def between_covariance(self) -> Tensor:
@@ -308,7 +307,18 @@ class Moments:
         return (scatter + scatter.T) / 2
 
 
-class ClassMoments(Metric):
+class DeviceMetric(Metric):
+    """Base class of metrics that follow a parent module to another device, but not to another dtype."""
+
+    is_differentiable: bool = False
+    higher_is_better: bool | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
+        self._computed = self._forward_cache = None  # on the old device
+        return super()._apply(lambda t: t.to(fn(t.new_empty(0)).device), exclude_state)
+
+
+class ClassMoments(DeviceMetric):
     """Accumulates :class:`Moments` from batches of features and labels.
 
     One float64 matrix product per batch, constant memory, and the same result for any split into batches or processes
@@ -332,8 +342,6 @@ class ClassMoments(Metric):
     """
 
     full_state_update: bool = True
-    is_differentiable: bool = False
-    higher_is_better: bool | None = None
     counts: Tensor
     shift: Tensor
     sums: Tensor
@@ -472,8 +480,3 @@ class ClassMoments(Metric):
             return moments
 
         return synced
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
-        self._computed = self._forward_cache = None
-        # follow a parent module to another device, but stay float64 when it is cast to half precision
-        return super()._apply(lambda t: t.to(fn(t.new_empty(0)).device), exclude_state)
