@@ -340,7 +340,7 @@ class StatefulDetector(DeclaredOptions):
         self._require_fit()
         if not self.from_moments:
             raise NotImplementedError(_NO_SAMPLES)
-        if not isinstance(self.moments, self._kind):
+        if self.moments is None:
             raise ValueError("without its moments a detector cannot change. Fit it with keep_moments=True.")
         metric, names = self.new_moments(num_features=self.num_features, sync_on_compute=False), self._class_names
         metric.update(z, y)

@@ -61,10 +61,6 @@ class SampledMoments(Moments):
     rows: Tensor = field(kw_only=True)
     labels: Tensor = field(kw_only=True)
 
-    def plain(self) -> Moments:
-        """The moments alone."""
-        return Moments(self.counts, self.shift, self.sums, self.second, normalized=self.normalized)
-
     def _combine(self, other: Moments, sign: int) -> Moments:
         if not isinstance(other, SampledMoments):
             raise ValueError("moments with and without a sample do not add up. Collect both with new_moments().")
@@ -417,7 +413,7 @@ class FusedRMD(StatefulDetector):
         w: weights of the head, shape (C, D), in place of ``head``.
         b: its bias, shape (C,); by default zero.
         seed: decides which samples Z is taken over, if there are more than 10,000.
-        keep_moments: keep the moments and the sample for Z, in files too, so that the detector has :meth:`update`,
+        keep_moments: save the moments and the sample for Z too, so that a loaded detector has :meth:`update`,
             :meth:`forget` and :meth:`add_class`. The sample holds features of up to 10,000 training samples.
 
     Example:
@@ -472,13 +468,6 @@ class FusedRMD(StatefulDetector):
             raise ValueError("the head has NaN or infinite weights.")
         w = self.head.weight.detach()
         return fit_fused(moments, w, w.new_zeros(len(w)) if self.head.bias is None else self.head.bias.detach())
-
-    def fit_moments(self, moments: Moments, **background: Any) -> Self:
-        """Fit on moments with a sample, collected as :meth:`new_moments` does."""
-        super().fit_moments(moments, **background)
-        if isinstance(moments, SampledMoments) and not self.keep_moments:
-            self.moments = moments.plain()
-        return self
 
     def load_state_dict(self, state: dict[str, Any]) -> Self:
         """Take over what :meth:`state_dict` gave; its head too, if the detector has none."""

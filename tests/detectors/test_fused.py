@@ -134,6 +134,25 @@ def test_a_head_is_a_layer_or_weights_is_read_at_each_fit_and_saved(blobs, tmp_p
     torch.testing.assert_close(loaded.predict_features(x), before, rtol=1e-5, atol=1e-5)
 
 
+def test_a_detector_with_a_head_keeps_it_when_it_takes_over_a_fit_with_another_one(blobs):
+    z, y, x = blobs
+    own, other = head_of(), head_of()
+    other.weight.mul_(2)
+    saved = FusedRMD(head=other).fit_features(z, y)
+    detector = FusedRMD(head=own).load_state_dict(saved.state_dict())
+    assert torch.equal(detector.predict_features(x), saved.predict_features(x))
+    # the layer of a network that goes on learning, which a copy would not
+    expected = FusedRMD(head=own).fit_features(z, y).predict_features(x)
+    assert torch.equal(detector.fit_features(z, y).predict_features(x), expected)
+
+
+def test_what_was_fitted_can_be_updated_without_an_option(blobs):
+    z, y, x = blobs
+    detector = FusedRMD().fit_features(z[:200], y[:200]).update(z[200:], y[200:])
+    expected = FusedRMD().fit_features(z, y).predict_features(x)
+    torch.testing.assert_close(detector.predict_features(x), expected)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "key"),
     [
