@@ -361,12 +361,10 @@ class ClassMoments(DeviceMetric):
         self.num_features = num_features
         self.diagonal = diagonal
         self.normalize = normalize
-        classes, width = num_classes or 0, num_features or 0
-        shapes = {"counts": (classes,), "shift": (width,), "sums": (classes, width)}
-        shapes["second"] = (width,) if diagonal else (width, width)
-        for name, shape in shapes.items():
-            # float64: with feature mean 100 a float32 covariance is off in the third digit
-            self.add_state(name, torch.zeros(shape, dtype=torch.float64))
+        # float64: with feature mean 100 a float32 covariance is off in the third digit
+        nowhere = torch.zeros(num_features or 0, dtype=torch.float64)
+        for name, tensor in self._empty(nowhere, num_classes or 0).tensors().items():
+            self.add_state(name, tensor)
 
     def update(self, features: Tensor, labels: Tensor) -> None:
         """Add a batch. A batch that raises leaves the moments as they were.
@@ -406,8 +404,8 @@ class ClassMoments(DeviceMetric):
         # any point near the data will do as the shift
         first = z[:CHUNK_ROWS].double()
         first = unit_length(first) if self.normalize else first
-        moments = self._moments() if bool(self.counts.any()) else self._empty(first.mean(0))
-        self._set(moments.with_classes(classes))
+        started = bool(self.counts.any())
+        self._set(self._moments().with_classes(classes) if started else self._empty(first.mean(0), classes))
         for rows, targets in zip(z.split(CHUNK_ROWS), y.split(CHUNK_ROWS), strict=True):
             centred = (unit_length(rows.double()) if self.normalize else rows.double()) - self.shift
             self.sums.index_add_(0, targets, centred)
@@ -443,18 +441,18 @@ class ClassMoments(DeviceMetric):
         if self.num_classes is not None and other.num_classes > self.num_classes:
             raise ValueError(f"moments of {other.num_classes} classes do not fit num_classes={self.num_classes}.")
         if other.num_features:
-            self._set((self._moments() if self.shift.numel() else self._empty(other.shift)) + other)
+            self._set((self._moments() if self.shift.numel() else self._empty(other.shift, len(self.counts))) + other)
             self._update_count += incoming_state._update_count
             self._computed = None
 
     def _moments(self) -> Moments:
         return Moments(self.counts, self.shift, self.sums, self.second, normalized=self.normalize)
 
-    def _empty(self, shift: Tensor) -> Moments:
+    def _empty(self, shift: Tensor, num_classes: int) -> Moments:
         """The moments of no sample, around a point of shape (D,)."""
-        width = len(shift)
-        second = shift.new_zeros((width,) if self.diagonal else (width, width))
-        return replace(self._moments(), shift=shift, sums=shift.new_zeros(len(self.counts), width), second=second)
+        sums = shift.new_zeros(num_classes, len(shift))
+        second = torch.zeros_like(shift) if self.diagonal else shift.new_zeros(len(shift), len(shift))
+        return Moments(sums.new_zeros(num_classes), shift, sums, second, self.normalize)
 
     def _set(self, moments: Moments) -> None:
         for name in _STATES:
