@@ -261,9 +261,13 @@ class Calibration(nn.Module):
         self, scores: Tensor, classes: Tensor | None = None, *, alpha: float, confidence: float | None = None
     ) -> Tensor:
         """Which samples are OOD, shape (B,): those above the threshold, and NaN."""
-        alarms, groups = self.alarms(alpha, confidence), self._groups(scores, classes)
-        reached, _ = self.count(self._wide(scores), groups)
-        return (reached < (alarms if groups is None else alarms[groups])).to(scores.device)
+        return self.judge(scores, classes, self.alarms(alpha, confidence))[1].to(scores.device)
+
+    def judge(self, scores: Tensor, classes: Tensor | None, alarms: Tensor) -> tuple[Tensor, Tensor]:
+        """P-values (B,) and decisions (B,), where :meth:`alarms` are given; also a part of exported graphs."""
+        groups = self._groups(scores, classes)
+        reached, size = self.count(self._wide(scores), groups)
+        return (1 + reached).double() / (size + 1), reached < (alarms if groups is None else alarms[groups])
 
     def count(self, scores: Tensor, groups: Tensor | None = None, *, right: bool = False) -> tuple[Tensor, Tensor]:
         """Calibration samples at or above (``right``: above) each score, and how many it was compared with.
@@ -445,12 +449,8 @@ class CalibratedScore(nn.Module):
             classes = classes if self.known is None else self.known[classes]
         else:
             scores = self.score(values)
-        wide, groups = scores.double(), None if self.calibration.classes is None else classes
-        if len(self.folds):
-            wide = torch.stack([fold(values) for fold in self.folds], 1).double()
-        reached, size = self.calibration.count(wide, groups)
-        decisions = reached < (self.alarms if groups is None else self.alarms[groups])
-        return scores, classes, (1 + reached).double() / (size + 1), decisions
+        compared = torch.stack([fold(values) for fold in self.folds], 1) if len(self.folds) else scores
+        return scores, classes, *self.calibration.judge(compared, classes, self.alarms)
 
 
 # -- the detector -----------------------------------------------------------------------------------------------------
@@ -727,8 +727,7 @@ class Calibrated(Detector):
         kind: _Kind = "logits" if isinstance(self.detector, LogitsDetector) else "features"
         scores, classes = self._scored(kind, values)
         compared = self._compared(kind, values)[0] if self.fold_detectors else scores
-        decisions = calibration.is_ood(compared, classes, alpha=self.alpha)
-        return scores, classes, calibration.p_value(compared, classes), decisions
+        return scores, classes, *calibration.judge(compared, classes, calibration.alarms(self.alpha))
 
     def drift_alarm(self, level: float = 0.01, every: int | None = None, seed: int = 0) -> DriftAlarm:
         """An alarm for a stream of scores that are no longer like the calibration's: :class:`rmd_plugin.DriftAlarm`."""
