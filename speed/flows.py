@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 
 from rmd_plugin import FlowLikelihood, RelativeFlow
-from rmd_plugin.detectors.flows import FlowBank, FlowFit, FlowSpec, Parameters, split_rows, train_flows
+from rmd_plugin.detectors.flows import FlowBank, FlowSpec, FlowTraining, Parameters, split_rows, train_flows
 
 #: samples that are scored at a time
 PASS_SAMPLES = 256
@@ -90,7 +90,7 @@ def training(rounds: int) -> str:
     x = x / x.std(0)
     # the detector's defaults for 64 features; enough patience that both sides run all epochs
     spec, options = FlowSpec(width, 64), FlowLikelihood(max_epochs=5, patience=100)
-    found: dict[str, FlowFit | list[float]] = {}
+    found: dict[str, FlowTraining | list[float]] = {}
 
     def stack() -> None:
         found["stack"] = train_flows(spec, x, y, classes, options)

@@ -19,10 +19,10 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import accumulate, count
+from itertools import count
 from typing import Any, Literal, Self
 
 import torch
@@ -35,13 +35,24 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from rmd_plugin.detectors.detectors import STATE_FORMAT, StatefulDetector, as_pair, check_state, evaluating, to_device
 from rmd_plugin.detectors.drift import DriftAlarm, check_level
-from rmd_plugin.detectors.moments import Gather, Path, check_features, check_labels, read_state, warn, write_state
+from rmd_plugin.detectors.moments import (
+    DeviceMetric,
+    Gather,
+    Path,
+    check_features,
+    check_labels,
+    read_state,
+    warn,
+    write_state,
+)
 from rmd_plugin.detectors.snapshot import NETWORKS, build_detector, give_encoder, restore_snapshot, take_snapshot
 
 Network = Callable[[Any], Tensor]
 _Kind = Literal["inputs", "features", "logits"]
 #: what changes a fit as a whole or not at all
 _CHANGES = ("update", "forget", "add_class")
+#: attributes of the wrapper; all others are those of the wrapped detector
+_OWN = ("detector", "requires_fit", "alpha", "per_class", "calibration", "fold_detectors")
 _PREDICT = {"inputs": "predict", "features": "predict_features", "logits": "predict_logits"}
 
 
@@ -155,7 +166,7 @@ class Calibration(nn.Module):
         if groups is None:
             groups, num_classes, smallest_class = torch.zeros_like(order), 1, self.size + 1
         own = torch.bincount(groups, minlength=num_classes)
-        self.pooled = nn.Buffer(own < smallest_class)
+        self.pooled = nn.Buffer((own < smallest_class) & (folds is None))
         apart = ordered[groups.argsort(stable=True)]
         self.table = nn.Buffer(ordered if bool(self.pooled.all()) else torch.cat([ordered, apart]))
         self.starts = nn.Buffer(torch.where(self.pooled, 0, self.size + own.cumsum(0) - own))
@@ -164,20 +175,15 @@ class Calibration(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], *, smallest_class: int = 1) -> Self:
         """Make one from :attr:`tensors`."""
-        if "folds" in tensors:
-            return cls(tensors["scores"], folds=tensors["folds"])
-        num_classes = len(tensors.get("class_sizes", ()))
-        return cls(tensors["scores"], tensors.get("classes"), num_classes, smallest_class=smallest_class)
+        classes, sizes = tensors.get("classes"), tensors.get("class_sizes", ())
+        return cls(tensors["scores"], classes, len(sizes), smallest_class=smallest_class, folds=tensors.get("folds"))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """What there is to be saved."""
-        if self.folds is not None:
-            return {"scores": self.scores, "folds": self.folds}
-        if self.classes is None:
-            return {"scores": self.scores}
-        sizes = torch.bincount(self.classes, minlength=len(self.sizes))
-        return {"scores": self.scores, "classes": self.classes, "class_sizes": sizes}
+        sizes = None if self.classes is None else torch.bincount(self.classes, minlength=len(self.sizes))
+        tensors = {"scores": self.scores, "classes": self.classes, "class_sizes": sizes, "folds": self.folds}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     @property
     def scores(self) -> Tensor:
@@ -255,11 +261,13 @@ class Calibration(nn.Module):
         self, scores: Tensor, classes: Tensor | None = None, *, alpha: float, confidence: float | None = None
     ) -> Tensor:
         """Which samples are OOD, shape (B,): those above the threshold, and NaN."""
-        wide, groups, alarms = self._wide(scores), self._groups(scores, classes), self.alarms(alpha, confidence)
-        if self.folds is not None:
-            return (self.count(wide)[0] < alarms).to(scores.device)
-        thresholds = self.table[self.starts + self.sizes - alarms]
-        return (~(wide <= (thresholds if groups is None else thresholds[groups]))).to(scores.device)
+        return self.judge(scores, classes, self.alarms(alpha, confidence))[1].to(scores.device)
+
+    def judge(self, scores: Tensor, classes: Tensor | None, alarms: Tensor) -> tuple[Tensor, Tensor]:
+        """P-values (B,) and decisions (B,), where :meth:`alarms` are given; also a part of exported graphs."""
+        groups = self._groups(scores, classes)
+        reached, size = self.count(self._wide(scores), groups)
+        return (1 + reached).double() / (size + 1), reached < (alarms if groups is None else alarms[groups])
 
     def count(self, scores: Tensor, groups: Tensor | None = None, *, right: bool = False) -> tuple[Tensor, Tensor]:
         """Calibration samples at or above (``right``: above) each score, and how many it was compared with.
@@ -290,7 +298,7 @@ class Calibration(nn.Module):
         return classes.to(self.table.device)
 
 
-class ScoreMetric(Metric):
+class ScoreMetric(DeviceMetric):
     """Base class of metrics whose states are lists of tensors of shape (B,), gathered over the processes.
 
     Args:
@@ -299,8 +307,6 @@ class ScoreMetric(Metric):
     """
 
     full_state_update: bool = False
-    is_differentiable: bool = False
-    higher_is_better: bool | None = None
 
     def __init__(self, dtypes: Mapping[str, torch.dtype], **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -337,10 +343,6 @@ class ScoreMetric(Metric):
         for name, tensor in zip(self._dtypes, self.collected(), strict=True):
             setattr(self, name, [tensor])
         super()._sync_dist(dist_sync_fn, process_group=process_group)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
-        # another device, but never another dtype: ranks would be lost, and groups are integers
-        return super()._apply(lambda t: t.to(fn(t.new_empty(0)).device), exclude_state)
 
 
 class CalibrationScores(ScoreMetric):
@@ -447,12 +449,8 @@ class CalibratedScore(nn.Module):
             classes = classes if self.known is None else self.known[classes]
         else:
             scores = self.score(values)
-        wide, groups = scores.double(), None if self.calibration.classes is None else classes
-        if len(self.folds):
-            wide = torch.stack([fold(values) for fold in self.folds], 1).double()
-        reached, size = self.calibration.count(wide, groups)
-        decisions = reached < (self.alarms if groups is None else self.alarms[groups])
-        return scores, classes, (1 + reached).double() / (size + 1), decisions
+        compared = torch.stack([fold(values) for fold in self.folds], 1) if len(self.folds) else scores
+        return scores, classes, *self.calibration.judge(compared, classes, self.alarms)
 
 
 # -- the detector -----------------------------------------------------------------------------------------------------
@@ -498,7 +496,7 @@ class Calibrated(Detector):
         self.detector, self.requires_fit = detector, detector.requires_fit
         self.alpha, self.per_class = float(alpha), per_class
         self.calibration: Calibration | None = None
-        self.fold_detectors: list[Detector] = []
+        self.fold_detectors: Sequence[Detector] = []
 
     @property
     def device(self) -> torch.device | None:
@@ -533,6 +531,12 @@ class Calibrated(Detector):
             return result if name == "add_class" else self
 
         return fit
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            super().__setattr__(name, value)
+        else:  # an encoder of the wrapper's own would hide the one that scores
+            setattr(self.detector, name, value)
 
     # -- the wrapped detector -----------------------------------------------------------------------------------------
 
@@ -581,19 +585,20 @@ class Calibrated(Detector):
             raise ValueError("per_class=True needs held-out data: calibrate_features(z).")
         # without the networks, which may be large, and before the fit, which may be
         networks = {id(getattr(self.detector, name, None)): None for name in NETWORKS}
-        unfitted = [copy.deepcopy(self.detector, dict(networks)) for _ in range(folds)]
+        fold_detectors = [copy.deepcopy(self.detector, dict(networks)) for _ in range(folds)]
         self._forget_calibration()
         self.detector.fit_features(z, y)
         fold_of = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed)).to(z.device) % folds
+        left_out = z.new_zeros(len(z), dtype=torch.float64)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fit on all samples has warned
-            detectors = list(_fit_without_folds(unfitted, z, y, fold_of))
-        left_out = z.new_zeros(len(z), dtype=torch.float64)
-        for fold, detector in enumerate(detectors):
-            left_out[fold_of == fold] = self._scored("features", z[fold_of == fold], detector)[0].to(left_out)
+            for fold, detector in enumerate(fold_detectors):
+                held_out = fold_of == fold
+                detector.fit_features(z[~held_out], y[~held_out])
+                left_out[held_out] = self._scored("features", z[held_out], detector)[0].to(left_out)
         if bad := int(left_out.isnan().sum()):
             raise ValueError(f"{bad} of {len(left_out)} calibration scores are NaN.")
-        self.calibration, self.fold_detectors = Calibration(left_out, folds=fold_of), detectors
+        self.calibration, self.fold_detectors = Calibration(left_out, folds=fold_of), fold_detectors
         return self
 
     # -- calibration --------------------------------------------------------------------------------------------------
@@ -722,8 +727,7 @@ class Calibrated(Detector):
         kind: _Kind = "logits" if isinstance(self.detector, LogitsDetector) else "features"
         scores, classes = self._scored(kind, values)
         compared = self._compared(kind, values)[0] if self.fold_detectors else scores
-        decisions = calibration.is_ood(compared, classes, alpha=self.alpha)
-        return scores, classes, calibration.p_value(compared, classes), decisions
+        return scores, classes, *calibration.judge(compared, classes, calibration.alarms(self.alpha))
 
     def drift_alarm(self, level: float = 0.01, every: int | None = None, seed: int = 0) -> DriftAlarm:
         """An alarm for a stream of scores that are no longer like the calibration's: :class:`rmd_plugin.DriftAlarm`."""
@@ -772,9 +776,8 @@ class Calibrated(Detector):
         if self.per_class and kind == "features" and isinstance(self.detector, StatefulDetector):
             with suppress(NotImplementedError), torch.inference_mode(False):  # raised by a detector without classes
                 return self.detector.scored_classes(values)
-        networks = [value for value in vars(self.detector).values() if isinstance(value, nn.Module)]
-        differentiates = isinstance(self.detector, GradientDetector)
-        with evaluating(*networks), torch.inference_mode(False), torch.set_grad_enabled(differentiates):
+        differentiates, parts = isinstance(self.detector, GradientDetector), vars(self.detector).values()
+        with evaluating(*parts), torch.inference_mode(False), torch.set_grad_enabled(differentiates):
             scores = _score_finite(predict, values) if isinstance(values, Tensor) else predict(values)
         if scores.ndim != 1 or (isinstance(values, Tensor) and len(scores) != len(values)):
             raise ValueError(f"a decision needs one score for each sample, got shape {tuple(scores.shape)}.")
@@ -800,7 +803,7 @@ class Calibrated(Detector):
 
     def load_state_dict(self, state: dict[str, Any]) -> Self:
         """Take over what :meth:`state_dict` gave; the networks of the wrapped detector stay."""
-        restore_snapshot(self.detector, check_state(state)["inner"])
+        restore_snapshot(self.detector, check_state(state, type(self))["inner"])
         self.alpha, self.per_class = state["options"]["alpha"], state["options"]["per_class"]
         self._forget_calibration()
         self.fold_detectors = [build_detector(fold) for fold in state.get("folds", ())]
@@ -816,9 +819,7 @@ class Calibrated(Detector):
         ``encoder`` becomes the network of the wrapped one: to features, to logits for detectors on logits, or whatever
         it was made with.
         """
-        if "inner" not in check_state(state):
-            raise ValueError("this is not the state of a calibrated detector. Expected what state_dict() gave.")
-        calibrated = cls(build_detector(state["inner"])).load_state_dict(state)
+        calibrated = cls(build_detector(check_state(state, cls)["inner"])).load_state_dict(state)
         if encoder is not None:
             give_encoder(calibrated.detector, encoder)
         return calibrated
@@ -849,24 +850,6 @@ class Calibrated(Detector):
             raise TypeError(f"{type(self.detector).__name__} has no to_module(), so it cannot be exported.")
         folds = [fold.to_module(dtype) for fold in self.fold_detectors]  # type: ignore[attr-defined]
         return CalibratedScore(score, calibration, self.alpha, known, folds).eval()
-
-
-def _fit_without_folds(unfitted: list[Any], z: Tensor, y: Tensor, fold_of: Tensor) -> Iterator[Detector]:
-    """Detectors that are fitted on all samples but those of their fold."""
-    first = unfitted[0]
-    if not isinstance(first, StatefulDetector) or not first.from_moments:
-        for fold, detector in enumerate(unfitted):
-            yield detector.fit_features(z[fold_of != fold], y[fold_of != fold])
-        return
-    parts = []
-    for fold in range(len(unfitted)):
-        metric = first.new_moments(int(y.max()) + 1, sync_on_compute=False)
-        metric.update(z[fold_of == fold], y[fold_of == fold])
-        parts.append(metric.compute())
-    # sums of the others rather than differences to all: with fewer samples than features nothing cancels
-    ahead, behind = list(accumulate(parts)), list(accumulate(reversed(parts)))[::-1]
-    for fold, detector in enumerate(unfitted):
-        yield detector.fit_moments(sum(ahead[max(0, fold - 1) : fold] + behind[fold + 1 : fold + 2]))
 
 
 def _score_finite(predict: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:

@@ -340,7 +340,7 @@ class StatefulDetector(DeclaredOptions):
         self._require_fit()
         if not self.from_moments:
             raise NotImplementedError(_NO_SAMPLES)
-        if not isinstance(self.moments, self._kind):
+        if self.moments is None:
             raise ValueError("without its moments a detector cannot change. Fit it with keep_moments=True.")
         metric, names = self.new_moments(num_features=self.num_features, sync_on_compute=False), self._class_names
         metric.update(z, y)
@@ -384,14 +384,10 @@ class StatefulDetector(DeclaredOptions):
         Returns:
             Scores of shape (B, K), where column k belongs to label k; infinite for classes without a training sample.
         """
-        classes, total = self._require_classes(), self.n_classes
-
-        def score(module: nn.Module, rows: Tensor) -> Tensor:
-            scores: Tensor = module.class_scores(rows)  # type: ignore[operator]
-            return scores.new_full((len(rows), total), torch.inf).index_copy_(1, classes, scores)
-
-        # large terms cancel where the classes lie far apart
-        return self._map_chunks(z, score, exact=True)
+        classes = self._require_classes()
+        # exact: large terms cancel where the classes lie far apart
+        scores = self._map_chunks(z, lambda module, rows: module.class_scores(rows), exact=True)  # type: ignore[operator]
+        return scores.new_full((len(scores), self.n_classes), torch.inf).index_copy_(1, classes, scores)
 
     def nearest_class(self, z: Tensor) -> Tensor:
         """Label of the class with the smallest score, shape (B,), of features of shape (B, D) or (B, C, H, W)."""
@@ -482,32 +478,32 @@ class StatefulDetector(DeclaredOptions):
     @property
     def mu(self) -> Tensor | None:
         """Class means mu_k, shape (K, D); NaN for classes without a sample."""
-        return self._attribute("mu", lambda moments: moments.means)
+        return self._attribute(lambda moments: moments.means)
 
     @property
     def cov(self) -> Tensor | None:
         """Covariance Sigma around the class means, shape (D, D)."""
-        return self._attribute("cov", self._sigma)
+        return self._attribute(self._sigma)
 
     @property
     def precision(self) -> Tensor | None:
         """Inverse of Sigma, shape (D, D); its pseudo-inverse where directions have no variance."""
-        return self._attribute("precision", lambda moments: _inverse(self._sigma(moments)))
+        return self._attribute(lambda moments: _inverse(self._sigma(moments)))
 
     @property
     def background_mu(self) -> Tensor | None:
         """Mean mu_0 of all samples, or of the background that the fit was given, shape (D,)."""
-        return self._attribute("background_mu", lambda moments: self._state["shift"])
+        return self._attribute(lambda moments: self._state["shift"])
 
     @property
     def background_cov(self) -> Tensor | None:
         """Covariance Sigma_0 around that mean, shape (D, D)."""
-        return self._attribute("background_cov", self._sigma_0)
+        return self._attribute(self._sigma_0)
 
     @property
     def background_precision(self) -> Tensor | None:
         """Inverse of Sigma_0, shape (D, D); its pseudo-inverse where directions have no variance."""
-        return self._attribute("background_precision", lambda moments: _inverse(self._sigma_0(moments)))
+        return self._attribute(lambda moments: _inverse(self._sigma_0(moments)))
 
     def _sigma(self, moments: Moments) -> Tensor:
         return gaussian.shrunk_covariance(moments, self.intensity)
@@ -516,11 +512,11 @@ class StatefulDetector(DeclaredOptions):
         corpus = self._state.get("background")
         return self._sigma(moments) + moments.between_covariance if corpus is None else corpus
 
-    def _attribute(self, name: str, compute: Callable[[Moments], Tensor]) -> Tensor | None:
+    def _attribute(self, compute: Callable[[Moments], Tensor]) -> Tensor | None:
         if not self.fitted:
             return None
         if self.moments is None:
-            raise AttributeError(f"{type(self).__name__}.{name} needs the moments, which were not saved: keep_moments.")
+            raise AttributeError("means and covariances need the moments, which were not saved: keep_moments.")
         with torch.inference_mode(False), torch.no_grad():  # the framework differentiates through some of them
             return compute(self.moments).to(self.device, torch.get_default_dtype())
 

@@ -205,26 +205,9 @@ def fold_contexts(spec: FlowSpec, params: Parameters) -> tuple[FlowSpec, Paramet
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class FlowFit:
-    """Trained flows and how the training went; losses are mean negative log-densities of held-out samples, in nats."""
-
-    params: Parameters  #: of all flows, each flow's at its best epoch
-    epochs: Tensor  #: that epoch, shape (S,); 0 where the start was never beaten
-    start_loss: Tensor  #: shape (S,); NaN where the flow was not trained
-    loss: Tensor  #: of these parameters, shape (S,)
-    diverged: int = 0  #: flows that ran into NaN or infinity and are back at their best
-
-    def tensors(self, role: Role) -> dict[str, Tensor]:
-        """The part of a detector's state that it makes up."""
-        return {f"{role}_flow.{name}": value for name, value in self.params.items()} | {
-            f"{role}_{name}": getattr(self, name) for name in ("epochs", "start_loss", "loss")
-        }
-
-
 def train_flows(
     spec: FlowSpec, samples: Tensor, flows: Tensor, count: int, options: FlowDetector, contexts: Tensor | None = None
-) -> FlowFit:
+) -> FlowTraining:
     """Train ``count`` flows, each on its own samples, from the identity; those of few samples are left there.
 
     Works inside ``no_grad`` and ``inference_mode``; the global random state is left as it was.
@@ -239,10 +222,7 @@ def train_flows(
     """
     flows = flows.cpu()
     rows = flows.argsort(stable=True).split(torch.bincount(flows, minlength=count).tolist())
-    params = {name: value.to(samples) for name, value in spec.stack(count, options.seed).items()}
-    nan = torch.full((count,), torch.nan)
-    fit = FlowFit(params, torch.zeros(count, dtype=torch.long), start_loss=nan, loss=nan.clone())
-    # flows of a stack take the same number of steps in an epoch
+    # flows that are trained together take the same number of steps in an epoch
     equal: dict[int, list[tuple[int, Split]]] = {}
     for flow in sorted(range(count), key=lambda flow: -len(rows[flow])):
         if len(rows[flow]) >= MIN_SAMPLES and options.max_epochs:
@@ -251,90 +231,112 @@ def train_flows(
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(samples.device.type, enabled=False):
         samples = samples.clone() if samples.is_inference() else samples.detach()  # for autograd
         contexts = None if contexts is None else contexts.to(samples.device)
+        training = FlowTraining(spec, samples, contexts, options, count)
         for steps, members in equal.items():
             for start in range(0, len(members), options.class_chunk):
                 numbers, splits = zip(*members[start : start + options.class_chunk], strict=True)
-                _Stack(spec, samples, contexts, options, fit, steps, torch.tensor(numbers), splits).train()
-    if fit.diverged:
-        warn(f"{fit.diverged} of {count} flows ran into NaN: try a learning rate below {options.lr:g}.")
-    return fit
+                training.train(torch.tensor(numbers), splits, steps)
+    if training.diverged:
+        warn(f"{training.diverged} of {count} flows ran into NaN: try a learning rate below {options.lr:g}.")
+    return training
 
 
-@dataclass
-class _Stack:
-    """Flows that are trained together, until the last of them has stopped."""
+class FlowTraining:
+    """Flows of one shape, how they are trained, and how that went; losses are mean negative log-densities, in nats.
 
-    spec: FlowSpec
-    samples: Tensor
-    contexts: Tensor | None
-    options: FlowDetector
-    fit: FlowFit
-    steps: int  #: of an epoch
-    flows: Tensor  #: numbers of the flows, shape (S,)
-    splits: Sequence[Split]  #: their samples and random numbers
+    Attributes:
+        params: of all flows, each flow's at its best epoch.
+        epochs: that epoch, shape (S,); 0 where the start was never beaten.
+        start_loss: of held-out samples at the start, shape (S,); NaN where the flow was not trained.
+        loss: the same at the best epoch.
+        diverged: number of flows that ran into NaN or infinity and are back at their best.
+    """
 
-    def train(self) -> None:
-        self.masks = {name: mask.to(self.samples) for name, mask in self.spec.masks().items()}
-        self.params = {name: value[self.flows].requires_grad_() for name, value in self.fit.params.items()}
+    def __init__(
+        self, spec: FlowSpec, samples: Tensor, contexts: Tensor | None, options: FlowDetector, count: int
+    ) -> None:
+        self.spec, self.samples, self.contexts, self.options = spec, samples, contexts, options
+        self.masks = {name: mask.to(samples) for name, mask in spec.masks().items()}
+        self.params = {name: value.to(samples) for name, value in spec.stack(count, options.seed).items()}
+        self.epochs = torch.zeros(count, dtype=torch.long)
+        self.start_loss, self.loss = torch.full((count,), torch.nan), torch.full((count,), torch.nan)
+        self.diverged = 0
+
+    def tensors(self, role: Role) -> dict[str, Tensor]:
+        """The part of a detector's state that the flows make up."""
+        return {f"{role}_flow.{name}": value for name, value in self.params.items()} | {
+            f"{role}_{name}": getattr(self, name) for name in ("epochs", "start_loss", "loss")
+        }
+
+    def train(self, flows: Tensor, splits: Sequence[Split], steps: int) -> None:
+        """Train some of the flows (k,) together, until the last of them has stopped.
+
+        Args:
+            flows: their numbers, shape (k,).
+            splits: their samples and random numbers.
+            steps: of an epoch.
+        """
+        options, params = self.options, {name: value[flows].requires_grad_() for name, value in self.params.items()}
         groups: list[dict[str, Any]] = [
-            {"params": [value for value in self.params.values() if value.ndim > 2]},
-            {"params": [value for value in self.params.values() if value.ndim == 2], "weight_decay": 0.0},
+            {"params": [value for value in params.values() if value.ndim > 2]},
+            {"params": [value for value in params.values() if value.ndim == 2], "weight_decay": 0.0},
         ]
         fused = self.samples.device.type in ("cpu", "cuda")
-        decay = self.options.weight_decay
-        self.optimizer = torch.optim.AdamW(groups, self.options.lr, weight_decay=decay, fused=fused)
-        self.fit.start_loss[self.flows] = self.fit.loss[self.flows] = self.evaluate()
-        stopped, stale = torch.zeros_like(self.flows, dtype=torch.bool), torch.zeros_like(self.flows)
-        title, hidden = f"train {len(self.flows)} flows", None if self.options.progress else True  # None: on a terminal
-        bar = tqdm(range(1, self.options.max_epochs + 1), desc=title, unit="epoch", disable=hidden, leave=False)
+        optimizer = torch.optim.AdamW(groups, options.lr, weight_decay=options.weight_decay, fused=fused)
+        self.start_loss[flows] = self.loss[flows] = self._evaluate(params, splits)
+        stopped, stale = torch.zeros_like(flows, dtype=torch.bool), torch.zeros_like(flows)
+        title, hidden = f"train {len(flows)} flows", None if options.progress else True  # None: on a terminal
+        bar = tqdm(range(1, options.max_epochs + 1), desc=title, unit="epoch", disable=hidden, leave=False)
         for epoch in bar:
-            training, validation = self.epoch(), self.evaluate()
+            training, validation = self._epoch(params, optimizer, splits, steps), self._evaluate(params, splits)
             losses = {"train": f"{training.mean():.2f}", "val": f"{validation.mean():.2f}"}
             bar.set_postfix(epoch=epoch, flows=int((~stopped).sum()), **losses)
             finite = training.isfinite() & validation.isfinite()
-            better = finite & ~stopped & (validation < self.fit.loss[self.flows])
-            flows = self.flows[better]
-            for name, value in self.params.items():
-                self.fit.params[name][flows.to(value.device)] = value.detach()[better.to(value.device)]
-            self.fit.loss[flows], self.fit.epochs[flows] = validation[better], epoch
-            self.fit.diverged += int((~finite & ~stopped).sum())
+            better = finite & ~stopped & (validation < self.loss[flows])
+            for name, value in params.items():
+                self.params[name][flows[better].to(value.device)] = value.detach()[better.to(value.device)]
+            self.loss[flows[better]], self.epochs[flows[better]] = validation[better], epoch
+            self.diverged += int((~finite & ~stopped).sum())
             stale = torch.where(better, 0, stale + 1)
             stopped |= ~finite
-            if self.options.validation_fraction and epoch * self.steps >= _WARM_UP:
-                stopped |= stale >= self.options.patience
+            if options.validation_fraction and epoch * steps >= _WARM_UP:
+                stopped |= stale >= options.patience
             if bool(stopped.all()):
                 return
 
-    def epoch(self) -> Tensor:
-        """One pass over the training part; the mean loss of each flow, shape (S,)."""
-        orders = [rows[torch.randperm(len(rows), generator=generator)] for rows, _, generator in self.splits]
+    def _epoch(
+        self, params: Parameters, optimizer: torch.optim.Optimizer, splits: Sequence[Split], steps: int
+    ) -> Tensor:
+        """One pass over the training part; the mean loss of each flow, shape (k,)."""
+        orders = [rows[torch.randperm(len(rows), generator=generator)] for rows, _, generator in splits]
         losses = []
-        for rows, weights in epoch_batches(orders, self.steps):
-            loss = (self._loss(rows) * weights.to(self.samples)).sum(1)
+        for rows, weights in epoch_batches(orders, steps):
+            loss = (self._loss(params, rows) * weights.to(self.samples)).sum(1)
+            optimizer.zero_grad()
             # a sum of independent losses: no flow's gradient contains another flow, not even its NaN
-            gradients = torch.autograd.grad(loss.sum(), list(self.params.values()))
-            for (name, value), gradient in zip(self.params.items(), gradients, strict=True):
-                value.grad = gradient.mul_(self.masks[name]) if name in self.masks else gradient
-            self.optimizer.step()
+            loss.sum().backward()
+            for name, mask in self.masks.items():
+                params[name].grad *= mask  # type: ignore[operator]
+            optimizer.step()
             losses.append(loss.detach().cpu())
         return torch.stack(losses).mean(0)
 
     @torch.no_grad()
-    def evaluate(self) -> Tensor:
-        """Mean loss of each flow on its validation part, shape (S,)."""
-        held_out = [rows for _, rows, _ in self.splits]
+    def _evaluate(self, params: Parameters, splits: Sequence[Split]) -> Tensor:
+        """Mean loss of each flow on its validation part, shape (k,)."""
+        held_out = [rows for _, rows, _ in splits]
         sizes = torch.tensor([len(rows) for rows in held_out])
         width = max(16, _EVALUATION_NUMBERS // (len(sizes) * self.spec.features * 2))
         total = torch.zeros(len(sizes), dtype=torch.float64)
         for rows, weights in epoch_batches(held_out, -(-int(sizes.max()) // width)):
-            total += torch.where(weights > 0, self._loss(rows).cpu(), 0.0).sum(1)
+            total += torch.where(weights > 0, self._loss(params, rows).cpu(), 0.0).sum(1)
         return (total / sizes).float()
 
-    def _loss(self, rows: Tensor) -> Tensor:
-        """Negative log-density of each flow at its samples ``rows`` of shape (S, b); shape (S, b)."""
+    def _loss(self, params: Parameters, rows: Tensor) -> Tensor:
+        """Negative log-density of each flow at its samples ``rows`` of shape (k, b); shape (k, b)."""
         rows = rows.to(self.samples.device)
         x = self.samples[rows].transpose(1, 2).contiguous()
-        return -stacked_log_prob(self.spec, self.params, x, None if self.contexts is None else self.contexts[rows])
+        return -stacked_log_prob(self.spec, params, x, None if self.contexts is None else self.contexts[rows])
 
 
 def split_rows(rows: Tensor, options: FlowDetector, flow: int) -> Split:
@@ -605,20 +607,20 @@ class FlowDetector(StatefulDetector):
                 is_id = y >= 0
                 rows.append(pool_features(check_features(z).detach())[is_id.to(z.device)])
                 labels.append(y[is_id].cpu().long())
-            moments = self._suited(metric.compute())
-            if self._relative and int((moments.counts > 0).sum()) == 1:
-                warn("a single class is its own background, so the ratio says little. Use FlowLikelihood.")
-            z, y = torch.cat(rows), torch.cat(labels)
+            moments, samples = metric.compute(), (torch.cat(rows), torch.cat(labels))
             del rows  # they take as much memory as the flows
-            state = self._train(moments, z, y)
-            state["intensity"] = moments.shift.new_tensor(gaussian.shrinkage_intensity(moments, self.shrinkage))
-            return self._set_fitted(state, moments.num_classes, moments.num_features)
+        return self.fit_moments(moments, samples=samples)
 
     def _encode(self, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         # all of them are kept until the flows are trained
         return ((z.cpu(), y.cpu()) for z, y in super()._encode(loader))
 
-    def _train(self, moments: Moments, z: Tensor, y: Tensor) -> dict[str, Tensor]:
+    def _fit_parameters(self, moments: Moments, samples: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+        if samples is None:
+            return super()._fit_parameters(moments)
+        z, y = samples
+        if self._relative and int((moments.counts > 0).sum()) == 1:
+            warn("a single class is its own background, so the ratio says little. Use FlowLikelihood.")
         state = fit_start(moments, self.shrinkage, self.space)
         labels, points = state["classes"].cpu(), state["points"]
         index = torch.searchsorted(labels, y)
@@ -649,7 +651,7 @@ class FlowDetector(StatefulDetector):
             state |= self._train_shared(spec, everywhere).tensors("background")
         return {name: tensor.to(device) for name, tensor in state.items()}
 
-    def _train_shared(self, spec: FlowSpec, x: Tensor, contexts: Tensor | None = None) -> FlowFit:
+    def _train_shared(self, spec: FlowSpec, x: Tensor, contexts: Tensor | None = None) -> FlowTraining:
         """Train one flow on the samples of all classes, in larger batches: thousands of small steps take longer."""
         options = copy(self)
         options.batch_size = min(max(self.batch_size, len(x) // 200), 4 * self.batch_size)

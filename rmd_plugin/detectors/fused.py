@@ -61,10 +61,6 @@ class SampledMoments(Moments):
     rows: Tensor = field(kw_only=True)
     labels: Tensor = field(kw_only=True)
 
-    def plain(self) -> Moments:
-        """The moments alone."""
-        return Moments(self.counts, self.shift, self.sums, self.second, normalized=self.normalized)
-
     def _combine(self, other: Moments, sign: int) -> Moments:
         if not isinstance(other, SampledMoments):
             raise ValueError("moments with and without a sample do not add up. Collect both with new_moments().")
@@ -115,7 +111,7 @@ class SampledClassMoments(ClassMoments):
         super().__init__(num_classes, num_features, **kwargs)
         self.seed = seed
         for name in _SAMPLE:
-            self.add_state(f"sample_{name}", [], dist_reduce_fx="cat")
+            self.add_state(f"sample_{name}", [])
 
     def _add(self, z: Tensor, y: Tensor) -> None:
         super()._add(z, y)
@@ -161,14 +157,13 @@ class SampledClassMoments(ClassMoments):
         return _smallest(*(dim_zero_cat(states) for states in (self.sample_keys, self.sample_rows, self.sample_labels)))
 
     def _sync_dist(self, dist_sync_fn: Gather = gather_all_tensors, process_group: Any | None = None) -> None:
-        # a rank without data has to gather empty tensors of the shape and type of the others
-        rows = self._sample()["rows"]
-        own = torch.tensor([rows.shape[1], rows.dtype == torch.float64], device=self.device)
-        width, wide = torch.stack(dist_sync_fn(own, group=process_group or self.process_group)).amax(0).tolist()
-        self._shorten()
-        rows = rows if len(rows) else rows.new_zeros(0, width)
-        self.sample_rows = [rows.to(torch.float64 if wide else torch.float32)]
-        super()._sync_dist(dist_sync_fn, process_group=process_group)
+        super()._sync_dist(dist_sync_fn, process_group)
+        group, sample = process_group or self.process_group, self._sample()
+        wide = torch.tensor(sample["rows"].dtype == torch.float64, device=self.device)
+        if any(dist_sync_fn(wide, group=group)):  # a rank without data has to gather the type of the others
+            sample["rows"] = sample["rows"].double()
+        for name, tensor in sample.items():
+            setattr(self, f"sample_{name}", [part for part in dist_sync_fn(tensor, group=group) if len(part)])
 
 
 def _smallest(keys: Tensor, rows: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -418,7 +413,7 @@ class FusedRMD(StatefulDetector):
         w: weights of the head, shape (C, D), in place of ``head``.
         b: its bias, shape (C,); by default zero.
         seed: decides which samples Z is taken over, if there are more than 10,000.
-        keep_moments: keep the moments and the sample for Z, in files too, so that the detector has :meth:`update`,
+        keep_moments: save the moments and the sample for Z too, so that a loaded detector has :meth:`update`,
             :meth:`forget` and :meth:`add_class`. The sample holds features of up to 10,000 training samples.
 
     Example:
@@ -474,13 +469,6 @@ class FusedRMD(StatefulDetector):
         w = self.head.weight.detach()
         return fit_fused(moments, w, w.new_zeros(len(w)) if self.head.bias is None else self.head.bias.detach())
 
-    def fit_moments(self, moments: Moments, **background: Any) -> Self:
-        """Fit on moments with a sample, collected as :meth:`new_moments` does."""
-        super().fit_moments(moments, **background)
-        if isinstance(moments, SampledMoments) and not self.keep_moments:
-            self.moments = moments.plain()
-        return self
-
     def load_state_dict(self, state: dict[str, Any]) -> Self:
         """Take over what :meth:`state_dict` gave; its head too, if the detector has none."""
         super().load_state_dict(state)
@@ -499,6 +487,9 @@ class FusedRMD(StatefulDetector):
 
 def _linear(w: Tensor, b: Tensor | None) -> nn.Linear:
     """A head of weights (C, D) and a bias (C,)."""
+    b = w.new_zeros(len(w)) if b is None else b
+    if w.ndim != 2 or b.shape != w.shape[:1]:
+        raise ValueError(f"a head has w of shape (C, D) and b of (C,), got {tuple(w.shape)} and {tuple(b.shape)}.")
     head: nn.Linear = skip_init(nn.Linear, w.shape[1], len(w), dtype=w.dtype, device=w.device)
-    head.load_state_dict({"weight": w, "bias": w.new_zeros(len(w)) if b is None else b})  # refuses other shapes
+    head.load_state_dict({"weight": w, "bias": b})
     return head.requires_grad_(False)

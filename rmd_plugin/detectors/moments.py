@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -214,8 +213,7 @@ class Moments:
     @property
     def background_covariance(self) -> Tensor:
         """Covariance Sigma_0 around the background mean, divided by N, shape (D, D) or (D,)."""
-        root = self.sums.sum(0, keepdim=True) * self.counts.sum().clamp(min=1).rsqrt()
-        return self._per_sample(self.second - self._square(root))
+        return self.covariance + self.between_covariance
 
     @property
     def between_covariance(self) -> Tensor:
@@ -309,7 +307,18 @@ class Moments:
         return (scatter + scatter.T) / 2
 
 
-class ClassMoments(Metric):
+class DeviceMetric(Metric):
+    """Base class of metrics that follow a parent module to another device, but not to another dtype."""
+
+    is_differentiable: bool = False
+    higher_is_better: bool | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
+        self._computed = self._forward_cache = None  # on the old device
+        return super()._apply(lambda t: t.to(fn(t.new_empty(0)).device), exclude_state)
+
+
+class ClassMoments(DeviceMetric):
     """Accumulates :class:`Moments` from batches of features and labels.
 
     One float64 matrix product per batch, constant memory, and the same result for any split into batches or processes
@@ -333,8 +342,6 @@ class ClassMoments(Metric):
     """
 
     full_state_update: bool = True
-    is_differentiable: bool = False
-    higher_is_better: bool | None = None
     counts: Tensor
     shift: Tensor
     sums: Tensor
@@ -354,14 +361,10 @@ class ClassMoments(Metric):
         self.num_features = num_features
         self.diagonal = diagonal
         self.normalize = normalize
-        classes, width = num_classes or 0, num_features or 0
-        shapes = {"counts": (classes,), "shift": (width,), "sums": (classes, width)}
-        shapes["second"] = (width,) if diagonal else (width, width)
-        for name, shape in shapes.items():
-            # float64: with feature mean 100 a float32 covariance is off in the third digit
-            # _sync_dist makes the shift equal on all ranks before the states are gathered: the largest is any of them
-            reduction = "max" if name == "shift" else "sum"
-            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx=reduction)
+        # float64: with feature mean 100 a float32 covariance is off in the third digit
+        nowhere = torch.zeros(num_features or 0, dtype=torch.float64)
+        for name, tensor in self._empty(nowhere, num_classes or 0).tensors().items():
+            self.add_state(name, tensor)
 
     def update(self, features: Tensor, labels: Tensor) -> None:
         """Add a batch. A batch that raises leaves the moments as they were.
@@ -401,8 +404,8 @@ class ClassMoments(Metric):
         # any point near the data will do as the shift
         first = z[:CHUNK_ROWS].double()
         first = unit_length(first) if self.normalize else first
-        moments = self._moments() if bool(self.counts.any()) else self._empty(first.mean(0))
-        self._set(moments.with_classes(classes))
+        started = bool(self.counts.any())
+        self._set(self._moments().with_classes(classes) if started else self._empty(first.mean(0), classes))
         for rows, targets in zip(z.split(CHUNK_ROWS), y.split(CHUNK_ROWS), strict=True):
             centred = (unit_length(rows.double()) if self.normalize else rows.double()) - self.shift
             self.sums.index_add_(0, targets, centred)
@@ -438,54 +441,40 @@ class ClassMoments(Metric):
         if self.num_classes is not None and other.num_classes > self.num_classes:
             raise ValueError(f"moments of {other.num_classes} classes do not fit num_classes={self.num_classes}.")
         if other.num_features:
-            self._set((self._moments() if self.shift.numel() else self._empty(other.shift)) + other)
+            self._set((self._moments() if self.shift.numel() else self._empty(other.shift, len(self.counts))) + other)
             self._update_count += incoming_state._update_count
             self._computed = None
 
     def _moments(self) -> Moments:
         return Moments(self.counts, self.shift, self.sums, self.second, normalized=self.normalize)
 
-    def _empty(self, shift: Tensor) -> Moments:
+    def _empty(self, shift: Tensor, num_classes: int) -> Moments:
         """The moments of no sample, around a point of shape (D,)."""
-        width = len(shift)
-        second = shift.new_zeros((width,) if self.diagonal else (width, width))
-        return replace(self._moments(), shift=shift, sums=shift.new_zeros(len(self.counts), width), second=second)
+        sums = shift.new_zeros(num_classes, len(shift))
+        second = torch.zeros_like(shift) if self.diagonal else shift.new_zeros(len(shift), len(shift))
+        return Moments(sums.new_zeros(num_classes), shift, sums, second, self.normalize)
 
     def _set(self, moments: Moments) -> None:
         for name in _STATES:
             setattr(self, name, getattr(moments, name))
 
     def _sync_dist(self, dist_sync_fn: Gather = gather_all_tensors, process_group: Any | None = None) -> None:
-        # Ranks may differ in inferred sizes and in their shift, or have seen nothing: agree on these first, so that
-        # torchmetrics can gather and sum states of one shape that are taken around one point.
+        # not torchmetrics' sum: ranks may differ in inferred sizes and in their shift, or have seen nothing
         group = process_group or self.process_group
-        sizes = dist_sync_fn(torch.tensor([len(self.counts), len(self.shift)], device=self.device), group=group)
-        classes, width = (int(size) for size in torch.stack(sizes).amax(0))
-        if any(int(size[1]) not in (0, width) for size in sizes):
-            raise ValueError("the ranks saw features of different widths.")
-        moments = self._moments() if len(self.shift) == width else self._empty(self.shift.new_zeros(width))
-        moments = moments.with_classes(classes)
-        started = dist_sync_fn(moments.counts.sum(), group=group)
-        shifts = dist_sync_fn(moments.shift, group=group)
-        shift = next((s for s, count in zip(shifts, started, strict=True) if bool(count > 0)), moments.shift)
-        self._set(moments.with_shift(shift))
-        super()._sync_dist(dist_sync_fn, process_group=process_group)
+        states = [dist_sync_fn(getattr(self, name), group=group) for name in _STATES]
+        ranks = [Moments(*rank) for rank in zip(*states, strict=True)]
+        if seen := [moments for moments in ranks if moments.num_samples]:
+            self._set(sum(seen[1:], seen[0]))
 
     def _wrap_compute(self, compute: Callable[[], Moments]) -> Callable[[], Moments]:
-        # torchmetrics squeezes every tensor inside a result, and refuses frozen dataclasses: hide them from it
-        wrapped = super()._wrap_compute(lambda: SimpleNamespace(moments=compute()))
-
+        # torchmetrics' own would squeeze every tensor inside the result, and warn of a rank without data
         @wraps(compute)
-        def opened() -> Moments:
-            with warnings.catch_warnings():
-                # a rank without data is nothing to warn about, and without any data compute() has its own error
-                warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric \w*ClassMoments")
-                moments: Moments = wrapped().moments
+        def synced() -> Moments:
+            moments: Moments | None = self._computed
+            if moments is None:
+                with self.sync_context(self.dist_sync_fn, should_sync=self._to_sync, should_unsync=self._should_unsync):
+                    moments = compute()
+                self._computed = moments if self.compute_with_cache else None  # type: ignore[assignment]
             return moments
 
-        return opened
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
-        self._computed = self._forward_cache = None
-        # follow a parent module to another device, but stay float64 when it is cast to half precision
-        return super()._apply(lambda t: t.to(fn(t.new_empty(0)).device), exclude_state)
+        return synced

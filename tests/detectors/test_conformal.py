@@ -263,6 +263,18 @@ def test_decisions_are_those_of_the_network_in_evaluation_mode(per_class):
     assert network.training
 
 
+@pytest.mark.parametrize("per_class", [False, True])
+def test_a_network_that_is_set_later_is_the_one_that_decides(per_class):
+    z, y, x = make_blobs(dtype=torch.float32)
+    detector = Calibrated(RMD(), 0.2, per_class=per_class).fit_features(z, y).calibrate_features(z)
+    detector.encoder = nn.Flatten()
+    assert torch.equal(detector.is_ood(x), detector.is_ood_features(x))
+    detector.encoder, detector.keep_moments = lambda inputs: -inputs, True
+    assert torch.equal(detector.is_ood(-x), detector.is_ood_features(x))
+    assert torch.equal(detector.predict(-x), detector.predict_features(x))
+    assert "moments.counts" in detector.state_dict()["inner"]["state"]["tensors"]
+
+
 def test_a_new_fit_and_a_change_forget_the_calibration_and_a_refusal_does_not():
     z, y, x = make_blobs()
     detector = Calibrated(RMD(nn.Identity()))
