@@ -125,7 +125,8 @@ def gather_rows(rank, store, folder):
     rows = FeatureRows()
     if rank == 0:
         rows.update(torch.arange(8.0).view(4, 2).double(), torch.tensor([1, -1, 0, 1]), torch.tensor([3, 2, 1, 0]))
-    torch.save(rows.compute(), f"{folder}/{rank}.pt")
+    encoded = rows.compute()
+    torch.save((encoded.features, encoded.labels), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
