@@ -12,7 +12,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
-from itertools import chain
 from os import PathLike
 from pathlib import Path
 from pkgutil import resolve_name
@@ -23,7 +22,7 @@ import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.rank_zero import WarningCache
-from pytorch_ood.api import Detector, FeaturesDetector, LogitsDetector
+from pytorch_ood.api import Detector
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -38,16 +37,7 @@ from rmd_plugin.detectors.snapshot import NotKeptError, build_detector, restore_
 from rmd_plugin.files import detector_options, replacing
 from rmd_plugin.monitor import Callback, fitting
 from rmd_plugin.monitor.features import BatchEncoder, Encoding, as_linear, is_linear, isolated_rng, visiting
-from rmd_plugin.monitor.fitting import (
-    Fit,
-    Share,
-    Watched,
-    encode_share,
-    gathered,
-    reason_of,
-    runs_together,
-    training_loader,
-)
+from rmd_plugin.monitor.fitting import Fit, Share, Watched, encode_share, reason_of, runs_together, training_loader
 
 __all__ = ["OODMonitor", "OODMonitorWarning"]
 
@@ -56,6 +46,8 @@ Spec = Detector | Callable[..., Detector]
 #: the first is for LightningCLI, which builds what is named by class
 Loader = DataLoader | Iterable[Any]
 
+#: what a network has to give to a loaded detector; to all others its own output
+PARTS = {Representation.FEATURES: "features", Representation.LOGITS: "logits"}
 #: the OOD set of samples that only their label below zero marks
 UNKNOWN = "unknown"
 #: of the states in checkpoints
@@ -201,9 +193,7 @@ class OODMonitor(Callback):
     @property
     def detectors(self) -> dict[str, Detector]:
         """The detectors by name, as last fitted."""
-        return {
-            name: watched.adapter.detector for name, watched in self._watched.items() if watched.adapter is not None
-        }
+        return {name: watched.adapter.detector for name, watched in self._watched.items() if watched.adapter}
 
     @property
     def state_key(self) -> str:
@@ -501,12 +491,14 @@ class OODMonitor(Callback):
                 evaluation.errors[name] = reason_of(error)
         evaluation.rows.append(rows[keep])
 
-    def _gather(self, evaluation: Evaluation) -> tuple[Tensor, dict[str, str], dict[str, str]]:
+    def _gather(self, evaluation: Evaluation) -> tuple[Tensor, Mapping[str, str], Mapping[str, str]]:
         """Rows in the order of the loaders, and errors, of all processes. Every process has to call it."""
-        rows, errors, broken = zip(*gathered((evaluation.rows, evaluation.errors, evaluation.broken)), strict=True)
-        table = torch.cat([torch.zeros(0, 3 + len(self.detectors), dtype=torch.float64), *chain(*rows)])
-        table = table[table[:, 1].argsort(stable=True)]
-        return table[table[:, 0].argsort(stable=True)], dict(ChainMap(*errors)), dict(ChainMap(*broken))
+        parts = fitting.gathered(evaluation)
+        none = torch.zeros(0, 3 + len(self.detectors), dtype=torch.float64)
+        rows = torch.cat([none, *(batch for part in parts for batch in part.rows)])
+        rows = rows[rows[:, 1].argsort(stable=True)]
+        errors, broken = ChainMap(*(part.errors for part in parts)), ChainMap(*(part.broken for part in parts))
+        return rows[rows[:, 0].argsort(stable=True)], errors, broken
 
     def _finish(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Compute and log the metrics. Every process has to call it."""
@@ -735,11 +727,9 @@ class OODMonitor(Callback):
                 missing[name] = f"{error} (detectors=)"
                 continue
             if module is not None:  # its features, its logits, or the whole of it
-                inner: Any = detector.detector
-                on_logits, on_features = isinstance(inner, LogitsDetector), isinstance(inner, FeaturesDetector)
-                part = "logits" if on_logits else "features" if on_features else None
+                part = PARTS.get(adapters.fed_with(type(detector.detector)))
                 encoding = Encoding(BatchEncoder(module, state["head"], state["encoder"]), part)
-                setattr(inner, "encoder" if on_features else "model", encoding)
+                setattr(detector.detector, "encoder" if part == "features" else "model", encoding)
             loaded[name] = detector.detector if detector.calibration is None else detector
         for name, reason in missing.items():
             warnings.warn(f"the checkpoint does not hold {name!r}: {reason}", OODMonitorWarning, stacklevel=2)
@@ -775,13 +765,13 @@ def read_detectors(detectors: Any) -> dict[str, Spec]:
     if isinstance(detectors, str) or not isinstance(detectors, (Mapping, Sequence)) or not len(detectors):
         raise TypeError(f"expected detectors by name, such as {{'rmd': RMD()}}, got {detectors!r}.")
     specs: dict[str, Any] = {}
-    for name in detectors:
-        spec = detectors[name] if isinstance(detectors, Mapping) else name
+    for name, spec in (detectors if isinstance(detectors, Mapping) else {name: name for name in detectors}).items():
         named = {name: spec}
         if isinstance(spec, str):
-            named = {key: partial(resolve_name(o.pop("_target_")), **o) for key, o in detector_options(spec).items()}
-        if isinstance(detectors, Mapping) and len(named) == 1:  # a name may stand for several, which have their own
-            named = {name: next(iter(named.values()))}
+            choices = detector_options(spec)  # several have names of their own
+            keys = choices if len(choices) > 1 else named
+            built = [partial(resolve_name(options.pop("_target_")), **options) for options in choices.values()]
+            named = dict(zip(keys, built, strict=True))
         specs |= named
     for name, spec in specs.items():
         if not isinstance(name, str) or not name or "/" in name:

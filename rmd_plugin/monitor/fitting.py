@@ -15,15 +15,8 @@ from pytorch_ood.api import Detector
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from rmd_plugin.compare.adapters import (
-    Encoded,
-    EncodingError,
-    NetworkParts,
-    Representation,
-    adopt,
-    build,
-    give_head,
-)
+from rmd_plugin.compare import adapters
+from rmd_plugin.compare.adapters import Encoded, EncodingError, Representation
 from rmd_plugin.detectors.conformal import Calibrated, bare
 from rmd_plugin.detectors.detectors import StatefulDetector
 from rmd_plugin.detectors.moments import check_labels
@@ -213,18 +206,18 @@ class Watched:
         self.spec, self.alpha = spec, alpha
         self.problem = "" if getattr(spec, "fitted", False) else "it is not fitted."  #: why it cannot score
         if isinstance(spec, Detector):
-            self.adapter = adopt(spec)
+            self.adapter = adapters.adopt(spec)
             self.calibrated = spec if isinstance(spec, Calibrated) else Calibrated(spec, alpha)
         # one of ours that has a use for the head of the network, and has none
         inner = bare(spec)
         self._headless = isinstance(inner, StatefulDetector) and getattr(inner, "head", inner) is None
 
-    def build(self, parts: NetworkParts) -> None:
+    def build(self, parts: adapters.NetworkParts) -> None:
         """Build a detector that is given as a class; give the head to one without."""
         if self._headless:
-            give_head(self.spec, parts)
+            adapters.give_head(self.spec, parts)
         elif not isinstance(self.spec, Detector):
-            self.adapter = build(self.spec, parts)
+            self.adapter = adapters.build(self.spec, parts)
             self.calibrated = Calibrated(self.adapter.detector, self.alpha)
 
     def restore(self, snapshot: dict[str, Any], *, resumes: bool) -> None:
