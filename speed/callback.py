@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from rmd_plugin import RMD, ClassMoments, Mahalanobis, OODMonitor
-from rmd_plugin.compare.adapters import Encoded, adopt
-from rmd_plugin.monitor.fitting import Fit
+from rmd_plugin.compare.adapters import Encoded
+from rmd_plugin.monitor.fitting import Fit, Watched
 
 CLASSES = 100
 
@@ -183,8 +183,8 @@ def measure_memory(counts: tuple[int, ...], width: int = 512) -> list[str]:
         ("KNN, for comparison", {"knn": KNN(None)}),
     ):
         for count in counts:
-            adapters = {name: adopt(detector) for name, detector in detectors.items()}
-            refit, before = Fit(adapters, torch.device("cpu")), None
+            watched = {name: Watched(detector) for name, detector in detectors.items()}
+            refit, before = Fit(watched, torch.device("cpu")), None
             for start in range(0, count, 500):
                 z, y = torch.randn(500, width), torch.arange(500) % CLASSES
                 refit.update(Encoded(z, None, y), torch.arange(start, start + 500))

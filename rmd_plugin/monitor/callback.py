@@ -6,7 +6,7 @@ import math
 import pickle
 import time
 import warnings
-from collections import defaultdict
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -21,24 +21,23 @@ import pandas as pd  # type: ignore[import-untyped]
 import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
-from pytorch_ood.api import Detector, FeaturesDetector, LogitsDetector
+from pytorch_lightning.utilities.rank_zero import WarningCache
+from pytorch_ood.api import Detector
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from rmd_plugin.compare import adapters
 from rmd_plugin.compare.adapters import Encoded, EncodingError, Representation
 from rmd_plugin.compare.metrics import MEAN, METRICS, check_set_names, compare_scores
-from rmd_plugin.compare.rows import FALSE_ALARMS, THRESHOLD
-from rmd_plugin.detectors.conformal import Calibrated, Calibration, bare
-from rmd_plugin.detectors.detectors import StatefulDetector
+from rmd_plugin.compare.rows import DETECTED, FALSE_ALARMS, THRESHOLD
+from rmd_plugin.detectors.conformal import Calibrated, Calibration
 from rmd_plugin.detectors.drift import DriftAlarm, check_level
 from rmd_plugin.detectors.snapshot import NotKeptError, build_detector, restore_snapshot, take_snapshot
 from rmd_plugin.files import detector_options, replacing
 from rmd_plugin.monitor import Callback, fitting
 from rmd_plugin.monitor.features import BatchEncoder, Encoding, as_linear, is_linear, isolated_rng, visiting
-from rmd_plugin.monitor.fitting import Fit, Share, encode_share, runs_together, training_loader
+from rmd_plugin.monitor.fitting import Fit, Share, Watched, encode_share, reason_of, runs_together, training_loader
 
 __all__ = ["OODMonitor", "OODMonitorWarning"]
 
@@ -47,14 +46,12 @@ Spec = Detector | Callable[..., Detector]
 #: the first is for LightningCLI, which builds what is named by class
 Loader = DataLoader | Iterable[Any]
 
+#: what a network has to give to a loaded detector; to all others its own output
+PARTS = {Representation.FEATURES: "features", Representation.LOGITS: "logits"}
 #: the OOD set of samples that only their label below zero marks
 UNKNOWN = "unknown"
-#: share of an OOD set that a calibrated detector flags at its level alpha of false alarms
-DETECTED = "detected"
-#: reason of a failure on another process only
-ELSEWHERE = "see the error of another process."
 #: of the states in checkpoints
-FORMAT = "rmd_plugin.OODMonitor 3"
+FORMAT = "rmd_plugin.OODMonitor 4"
 
 
 class OODMonitorWarning(UserWarning):
@@ -158,7 +155,7 @@ class OODMonitor(Callback):
         if head is not None and encoder is not None:
             raise ValueError(f"give head or encoder, not both: got head={head!r} and encoder={encoder!r}.")
         check_level("alpha", alpha)
-        self._specs = read_detectors(detectors)
+        self._watched = {name: Watched(spec, float(alpha)) for name, spec in read_detectors(detectors).items()}
         self.ood = None if ood is None else check_loaders(ood)
         self.ood_dataloaders = {int(index): str(name) for index, name in (ood_dataloaders or {}).items()}
         check_set_names((*(self.ood or ()), *dict.fromkeys(self.ood_dataloaders.values()), UNKNOWN))
@@ -175,21 +172,13 @@ class OODMonitor(Callback):
         #: after ``trainer.predict``: has the stream changed? One for each calibrated detector
         self.drift_alarms: dict[str, DriftAlarm] = {}
         self._metrics = (*METRICS, DETECTED) if calibrate else METRICS
-        self._adapters = {n: adapters.adopt(spec) for n, spec in self._specs.items() if isinstance(spec, Detector)}
-        # ours that have a use for the head of the network, and have none
-        ours = {name: bare(d) for name, d in self.detectors.items() if isinstance(bare(d), StatefulDetector)}
-        self._headless = {name for name, detector in ours.items() if getattr(detector, "head", detector) is None}
-        # why a detector cannot score
-        self._unfit = {n: "it is not fitted." for n, spec in self._specs.items() if not getattr(spec, "fitted", False)}
-        self._calibrations: dict[str, Calibration] = {}
         self._classes: set[int] = set()  # labels of the samples of the last fit
         self._fit_step: int | None = None  # of the last fit in this training, failed or not
         self._saved: dict[str, Any] = {}  # the state of a checkpoint, until the detectors are built
-        self._told: set[str] = set()
+        self._told = WarningCache()
         # of one run
         self._stage = "fit"
         self._encoder: Any = None  # a BatchEncoder
-        self._hooks = False  # whether it records the steps of evaluations; a compiled network is run once more instead
         self._fit_source: Any = None  # what to fit on, if not on the training set
         self._fit_share: Share | None = None
         self._ood_shares: dict[str, Share] = {}
@@ -204,7 +193,7 @@ class OODMonitor(Callback):
     @property
     def detectors(self) -> dict[str, Detector]:
         """The detectors by name, as last fitted."""
-        return {name: self._adapters[name].detector for name in self._specs if name in self._adapters}
+        return {name: watched.adapter.detector for name, watched in self._watched.items() if watched.adapter}
 
     @property
     def state_key(self) -> str:
@@ -222,7 +211,7 @@ class OODMonitor(Callback):
             supported = "Use DDP, or fully_shard (FSDP2) and ModelParallelStrategy(tensor_parallel_size=1)."
             raise ValueError(f"OODMonitor does not work with {type(strategy).__name__} as it is set. {supported}")
         self._stage = stage.lower()  # a plain string: Lightning passes an Enum
-        self._encoder = self._fit_step = None
+        self._encoder = self._fit_step = self._fit_source = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the detectors and get ready to record features."""
@@ -235,13 +224,12 @@ class OODMonitor(Callback):
                     self.load_state_dict(state)
             except (ValueError, OSError) as error:
                 self._complain(f"the checkpoint could not be read for its detectors. {error}")
-        encoder = self._encoder = BatchEncoder(pl_module, self._head, self.encoder, self.forward, self.labels)
-        self._hooks = not encoder.compiled
-        self._build([name for name in self._specs if name not in self._adapters or name in self._unfit])
-        for name, adapter in self._adapters.items():
-            if adapter.fitted_on is Representation.INPUTS:
+        self._encoder = BatchEncoder(pl_module, self._head, self.encoder, self.forward, self.labels)
+        self._build([name for name, watched in self._watched.items() if watched.adapter is None or watched.problem])
+        for name, watched in self._watched.items():
+            if watched.adapter.fitted_on is Representation.INPUTS:
                 raise ValueError(f"{name!r} is fitted on inputs, but the monitor only records features and logits.")
-            if adapter.scored_on is Representation.INPUTS and runs_together(trainer):
+            if watched.adapter.scored_on is Representation.INPUTS and runs_together(trainer):
                 raise ValueError(f"{name!r} would run the network, which under FSDP2 all processes do together.")
         if self._stage == "predict":
             return
@@ -278,13 +266,8 @@ class OODMonitor(Callback):
         # copies of weights that are made in inference mode could not take part in autograd
         with isolated_rng(self.seed), torch.inference_mode(False):
             for name in names:
-                spec = self._specs[name]
-                if name in self._headless:
-                    adapters.give_head(self.detectors[name], parts)
-                if isinstance(spec, Detector):
-                    continue
                 try:
-                    self._adapters[name] = adapters.build(spec, parts)
+                    self._watched[name].build(parts)
                 except adapters.NotSupported as reason:
                     raise ValueError(f"{name!r} cannot be monitored while the network trains: it {reason}.") from reason
         if self._saved:
@@ -297,11 +280,9 @@ class OODMonitor(Callback):
         if self.refit == "stream":
             training_loader(trainer, twice=False)
             return
-        batches = encode_share(trainer, self._encoder, self._sharing(trainer))
-        with closing(batches):
+        with closing(encode_share(trainer, self._encoder, self._sharing(trainer))) as batches:
             try:
-                if next(batches)[0].labels is None:
-                    raise EncodingError("the batches to fit on have no labels. Pass labels=, or another fit_loader=.")
+                Fit({}, pl_module.device).update(*next(batches))
             except EncodingError:
                 raise
             except Exception:  # data that cannot be read are told at the first fit
@@ -323,7 +304,7 @@ class OODMonitor(Callback):
         """Add what was recorded to the stream."""
         if self.refit != "stream" or not self._due(trainer):
             return
-        stream = self._stream = self._stream or Fit(self._adapters, pl_module.device)
+        stream = self._stream = self._stream or Fit(self._watched, pl_module.device)
         try:
             encoded, seen = self._encoder.take(batch), stream.num_samples
             positions, keep = fitting.dataset_positions(trainer.train_dataloader, seen, len(encoded), trainer)
@@ -346,7 +327,7 @@ class OODMonitor(Callback):
             self._fit(trainer, list(self.detectors))
         if not any(row["ood"] for row in self.history):
             epochs = f"warmup_epochs={self.warmup_epochs}, every_n_epochs={self.every_n_epochs}"
-            self._complain(f"the detectors are not scored: no validation in an epoch of theirs ({epochs}).", once=True)
+            self._remark(f"the detectors are not scored: no validation in an epoch of theirs ({epochs}).")
 
     def _due(self, trainer: Trainer) -> bool:
         """Whether the detectors are to be fitted and scored in this epoch."""
@@ -371,16 +352,14 @@ class OODMonitor(Callback):
             self._fit_share = Share(source, trainer.global_rank, trainer.world_size, limit, seed=self.seed)
         return self._fit_share
 
-    def _fit(self, trainer: Trainer, names: list[str]) -> None:
+    def _fit(self, trainer: Trainer, names: Sequence[str]) -> None:
         """Fit detectors. Every process has to call it."""
         start, self._fit_step = time.perf_counter(), trainer.global_step
         # a stream may have had no training batch since the last time
-        device = trainer.lightning_module.device
-        fit = self._stream or Fit({name: self._adapters[name] for name in names}, device)
+        fit = self._stream or Fit({name: self._watched[name] for name in names}, trainer.lightning_module.device)
         if self.refit == "pass" or self._stage != "fit":
-            share = self._sharing(trainer)
             try:
-                with closing(encode_share(trainer, self._encoder, share)) as batches:
+                with closing(encode_share(trainer, self._encoder, self._sharing(trainer))) as batches:
                     for batch in batches if fit.metrics else ():
                         fit.update(*batch)
             except Exception as error:
@@ -388,16 +367,15 @@ class OODMonitor(Callback):
                     raise  # the others wait for this process
                 fit.fail(error)
         if self._encoder.by_head:
-            self._say(f"the head is {self.head!r}; its input is the features.")
+            self._told.info(f"OODMonitor: the head is {self.head!r}; its input is the features.")
         self._build(names)
-        shared, built = time.perf_counter() - start, {name: self._adapters[name] for name in names}
-        for name, seconds, problem in fit.finish(built, trainer, self.seed):
+        shared = time.perf_counter() - start
+        for name, seconds, problem in fit.finish(trainer.lightning_module, self.seed):
             self._record(trainer, name, "", "fit_seconds", shared + seconds)
-            self._calibrations.pop(name, None)
-            self._unfit.pop(name, None)
-            if problem is not None:
-                reason = f"could not be fitted in epoch {trainer.current_epoch}. {reason_of(problem)}"
-                self._unfit[name] = f"it {reason}"
+            reason = f"could not be fitted in epoch {trainer.current_epoch}. {problem}"
+            self._watched[name].problem = f"it {reason}" if problem else ""
+            self._watched[name].calibrated.calibration = None
+            if problem:
                 self._complain(f"{name} {reason}")
         self._classes = fit.classes or self._classes
         if trainer.check_val_every_n_epoch is None:
@@ -411,8 +389,8 @@ class OODMonitor(Callback):
         if trainer.sanity_checking:
             return
         loaders: Any = trainer._active_loop._combined_loader  # type: ignore[union-attr]
-        named = [ood for index, ood in self.ood_dataloaders.items() if index < len(loaders.flattened)]
-        sets = [*self._ood_shares, *dict.fromkeys(named)]
+        named = [] if self._stage == "predict" else self.ood_dataloaders.items()
+        sets = [*self._ood_shares, *dict.fromkeys(ood for index, ood in named if index < len(loaders.flattened))]
         check_set_names((*sets, UNKNOWN))
         if not self._due(trainer):
             # ModelCheckpoint and EarlyStopping end the training if the metric that they monitor is missing: they see
@@ -435,7 +413,7 @@ class OODMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Record the forward pass of the evaluation step."""
-        if self._hooks and (self._evaluation is not None or trainer.sanity_checking):
+        if not self._encoder.compiled and (self._evaluation is not None or trainer.sanity_checking):
             self._encoder.start()
 
     def on_validation_batch_end(
@@ -445,12 +423,12 @@ class OODMonitor(Callback):
         evaluation, ood = self._evaluation, self.ood_dataloaders.get(dataloader_idx)
         labelled = ood is None and self._stage != "predict"
         if trainer.sanity_checking:
-            self._encode(trainer, batch, labelled, self._hooks)  # a module without forward() may tell its head here
-            self._encode(trainer, batch, labelled, False)
+            self._encode(trainer, batch, labelled)  # a module without forward() may tell its head here
+            self._encode(trainer, batch, labelled, recorded=False)
         if evaluation is None:
             return
         try:
-            encoded = self._encode(trainer, batch, labelled, self._hooks)
+            encoded = self._encode(trainer, batch, labelled)
             loader = trainer._active_loop._combined_loader.flattened[dataloader_idx]  # type: ignore[union-attr]
             start = evaluation.seen[dataloader_idx]
             evaluation.seen[dataloader_idx] += len(encoded)
@@ -480,14 +458,14 @@ class OODMonitor(Callback):
         self._evaluation = None
         self._finish(trainer, evaluation)
 
-    on_test_epoch_start = on_validation_epoch_start
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end
 
-    def _encode(self, trainer: Trainer, batch: Any, labelled: bool, recorded: bool) -> Encoded:
+    def _encode(self, trainer: Trainer, batch: Any, labelled: bool, *, recorded: bool = True) -> Encoded:
         """What was recorded of a batch; if nothing was, or the step did not come by the head, a pass of our own."""
-        if recorded:
+        if recorded and not self._encoder.compiled:
             with suppress(EncodingError):  # a pass of our own may tell more
                 return self._encoder.take(batch, labelled=labelled)
         with visiting(trainer.lightning_module, self.seed), trainer.precision_plugin.forward_context():
@@ -501,7 +479,7 @@ class OODMonitor(Callback):
         if encoded.labels is not None:
             rows[:, 2] = encoded.labels.cpu()
         for column, name in enumerate(self.detectors, start=3):
-            adapter = self._adapters[name]
+            adapter = self._watched[name].adapter
             if name in evaluation.errors or not len(encoded):
                 continue
             runs_network = adapter.scored_on is Representation.INPUTS
@@ -513,20 +491,22 @@ class OODMonitor(Callback):
                 evaluation.errors[name] = reason_of(error)
         evaluation.rows.append(rows[keep])
 
-    def _gather(self, trainer: Trainer, evaluation: Evaluation) -> Tensor:
-        """The rows of all processes, in the order of the loaders. Every process has to call it."""
-        rows = torch.cat([torch.zeros(0, 3 + len(self.detectors), dtype=torch.float64), *evaluation.rows])
-        if trainer.world_size > 1:
-            rows = torch.cat(gather_all_tensors(rows.to(trainer.strategy.root_device))).cpu()
+    def _gather(self, evaluation: Evaluation) -> tuple[Tensor, Mapping[str, str], Mapping[str, str]]:
+        """Rows in the order of the loaders, and errors, of all processes. Every process has to call it."""
+        parts = fitting.gathered(evaluation)
+        none = torch.zeros(0, 3 + len(self.detectors), dtype=torch.float64)
+        rows = torch.cat([none, *(batch for part in parts for batch in part.rows)])
         rows = rows[rows[:, 1].argsort(stable=True)]
-        return rows[rows[:, 0].argsort(stable=True)]
+        errors, broken = ChainMap(*(part.errors for part in parts)), ChainMap(*(part.broken for part in parts))
+        return rows[rows[:, 0].argsort(stable=True)], errors, broken
 
     def _finish(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Compute and log the metrics. Every process has to call it."""
-        anywhere = partial(trainer.strategy.reduce_boolean_decision, all=False)
-        rows, problems = self._gather(trainer, evaluation), list[str]()
+        rows, errors, broken = self._gather(evaluation)
         source, labels = rows[:, 0], rows[:, 2]  # a batch without labels has NaN
         is_id, unknown = (source >= 0) & ~(labels < 0), (source >= 0) & (labels < 0)
+        problems = [f"the OOD set {ood!r} failed: {reason}" for ood, reason in broken.items()]
+        problems += [f"{name!r} failed to score: {reason}" for name, reason in errors.items() if reason]
         for index in source[is_id].unique().tolist():
             classes = set(labels[(source == index) & (labels >= 0)].tolist())
             if classes and self._classes and not classes & self._classes:
@@ -538,89 +518,71 @@ class OODMonitor(Callback):
         masks = {ood: source == number for ood, number in evaluation.sets.items()}
         if bool(unknown.any()):
             masks[UNKNOWN] = unknown
-        lost = [ood for ood in evaluation.sets if anywhere(ood in evaluation.broken)]
-        problems += [f"the OOD set {ood!r} failed: {evaluation.broken.get(ood, ELSEWHERE)}" for ood in lost]
-        gathered: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
-        for column, name in enumerate(self.detectors, start=3):
+        scores: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+        for column, (name, watched) in enumerate(self._watched.items(), start=3):
             values = {(ood, metric): math.nan for ood in masks for metric in self._metrics}
-            threshold = math.nan
-            if anywhere(name in evaluation.errors):
-                reason = evaluation.errors.get(name, ELSEWHERE)
-                problems += [f"{name!r} failed to score: {reason}"] if reason else []
-            else:
+            threshold = None
+            if name not in errors:
                 on_id, on_ood = rows[is_id, column], {ood: rows[mask, column] for ood, mask in masks.items()}
-                gathered[name] = on_id, {ood: scores for ood, scores in on_ood.items() if len(scores)}
-                threshold = self._threshold(name, on_id)
-                sets = {"": on_id, **on_ood}
-                flagged = {ood: float((~(scores <= threshold)).double().mean()) for ood, scores in sets.items()}
-                for ood in (ood for ood in masks if ood not in lost):
+                scores[name] = on_id, {ood: of_set for ood, of_set in on_ood.items() if len(of_set)}
+                threshold = self._threshold(name, watched.calibrated, on_id)
+                for ood in (ood for ood in masks if ood not in broken):
                     try:
                         compared = compare_scores(on_id, on_ood[ood])
                     except ValueError as error:
                         problems.append(f"{name!r} has no result on {ood!r}: {error}")
                         continue
                     values |= {(ood, metric): float(value) for metric, value in compared.items()}
-                    if not math.isnan(threshold):
-                        values[ood, DETECTED] = flagged[ood]
+                    if threshold is not None:
+                        values[ood, DETECTED] = float((on_ood[ood] > threshold).double().mean())
             if masks:
                 values |= {(MEAN, m): sum(values[ood, m] for ood in masks) / len(masks) for m in self._metrics}
-            if not math.isnan(threshold):
+            if threshold is not None:
                 values["", THRESHOLD] = threshold
                 if self._stage != "fit":  # there the samples are those of the calibration
-                    values["", FALSE_ALARMS] = flagged[""]
+                    values["", FALSE_ALARMS] = float((~(on_id <= threshold)).double().mean())  # NaN is flagged
             for (ood, metric), value in values.items():
                 self._record(trainer, name, ood, metric, value)
-        self._publish(trainer, gathered)
+        self._publish(trainer, scores)
         for problem in problems:
             self._complain(problem)
         if not masks:
-            self._complain("no OOD samples to score, so no AUROC. Pass ood= or ood_dataloaders=.", once=True)
+            self._remark("no OOD samples to score, so no AUROC. Pass ood= or ood_dataloaders=.")
 
-    def _threshold(self, name: str, on_id: Tensor) -> float:
+    def _threshold(self, name: str, detector: Calibrated, on_id: Tensor) -> float | None:
         """The threshold of a detector; while the module is trained, calibrated by these scores of ID samples."""
-        detector: Any = self.detectors[name]
-        own = isinstance(detector, Calibrated)
-        if not self.calibrate or (own and detector.per_class):
-            return math.nan
+        if not self.calibrate or detector.per_class:
+            return None
         if self._stage == "fit" and len(on_id) and not bool(on_id.isnan().any()):
-            self._calibrations[name] = Calibration(on_id)
-            if own:
-                detector.calibration = self._calibrations[name]
-        alpha = detector.alpha if own else self.alpha
-        calibration = self._calibrations.get(name)
+            detector.calibration = Calibration(on_id)
         try:
-            return math.nan if calibration is None else float(calibration.threshold(alpha))
+            return None if detector.calibration is None else float(detector.calibration.threshold(detector.alpha))
         except ValueError as too_few:
-            self._say(f"{name!r} has no threshold: {too_few}")
-            return math.nan
+            self._told.info(f"OODMonitor: {name!r} has no threshold: {too_few}")
+            return None
 
     # -- prediction ---------------------------------------------------------------------------------------------------
-
-    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Get ready to score."""
-        self._evaluation, self.predictions, self.drift_alarms = Evaluation({}, self._unscorable()), None, {}
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the scores of all processes into one table, in the order of the loader."""
         evaluation, self._evaluation = cast(Evaluation, self._evaluation), None
-        rows = self._gather(trainer, evaluation)
+        rows, errors, _ = self._gather(evaluation)
         table = {"dataloader_idx": rows[:, 0].long().numpy()} if len(evaluation.seen) > 1 else {}
-        for column, (name, detector) in enumerate(self.detectors.items(), start=3):
-            scores = rows[:, column].contiguous()
+        self.drift_alarms = {}
+        for column, (name, watched) in enumerate(self._watched.items(), start=3):
+            scores, calibration = rows[:, column].contiguous(), watched.calibrated.calibration
             table[f"{name}/score"] = scores.numpy()
-            calibration = self._calibrations.get(name) or getattr(detector, "calibration", None)
             if calibration is not None:
-                alpha = getattr(detector, "alpha", self.alpha)
                 self.drift_alarms[name] = alarm = DriftAlarm(calibration.scores)
                 if alarm.update(scores.masked_fill(scores.isnan(), math.inf)):
                     rank_zero_info(f"OODMonitor: the scores of {name!r} have changed since about sample {alarm.since}.")
                 table[f"{name}/p_value"] = calibration.p_value(scores).numpy()
-                table[f"{name}/is_ood"] = calibration.is_ood(scores, alpha=alpha).numpy()
+                table[f"{name}/is_ood"] = calibration.is_ood(scores, alpha=watched.calibrated.alpha).numpy()
         self.predictions = pd.DataFrame(table)
         if self.predictions_path is not None and trainer.is_global_zero:
             with replacing(self.predictions_path, "wb") as file:
                 self.predictions.to_parquet(file)
-        for name, reason in evaluation.errors.items():
+        for name, reason in errors.items():
             self._complain(f"{name!r} failed to score: {reason}")
 
     # -- the log ------------------------------------------------------------------------------------------------------
@@ -652,48 +614,43 @@ class OODMonitor(Callback):
         except Exception as error:  # a full disk or a lost connection; only this process draws, so it must not stop
             rank_zero_warn(f"OODMonitor: the figures could not be saved. {reason_of(error)}")
 
-    def _say(self, news: str) -> None:
-        """Tell what is no problem, once."""
-        if news not in self._told:
-            rank_zero_info(f"OODMonitor: {news}")
-        self._told.add(news)
+    def _remark(self, remark: str) -> None:
+        """Warn once about what is not an error."""
+        self._told.warn(f"OODMonitor: {remark}", category=OODMonitorWarning)
 
-    def _complain(self, problem: str, *, once: bool = False) -> None:
-        """Warn, or end the training, as the options say; ``once``: about what is not an error, warn once."""
-        if self.on_error == "raise" and not once:
+    def _complain(self, problem: str) -> None:
+        """Warn, or end the training, as the options say."""
+        if self.on_error == "raise":
             raise RuntimeError(f"OODMonitor: {problem}")
-        if not once or problem not in self._told:
-            warnings.warn(f"OODMonitor: {problem}", OODMonitorWarning, stacklevel=3)
-        self._told.add(problem)
+        rank_zero_warn(f"OODMonitor: {problem}", category=OODMonitorWarning)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _unscorable(self) -> dict[str, str]:
         """The detectors that cannot score, and why."""
-        return {name: self._unfit[name] for name, d in self.detectors.items() if name in self._unfit and d.requires_fit}
+        problems = {name: self._watched[name].problem for name, d in self.detectors.items() if d.requires_fit}
+        return {name: problem for name, problem in problems.items() if problem}
 
     def state_dict(self) -> dict[str, Any]:
         """Fitted detectors and history, as plain data for ``torch.load(..., weights_only=True)``."""
         snapshots, unfit = {}, self._unscorable()
-        for name, detector in self.detectors.items():
+        for name in self.detectors:
             try:
                 if name not in unfit:
-                    snapshots[name] = take_snapshot(detector)
+                    snapshots[name] = take_snapshot(self._watched[name].calibrated)
             except NotKeptError as reason:
                 unfit[name] = str(reason)
-                self._complain(f"no checkpoint holds the fit of {name!r}: {reason}", once=True)
+                self._remark(f"no checkpoint holds the fit of {name!r}: {reason}")
         return {
             "format": FORMAT,
             "prefix": self.prefix,
             "head": self.head,
             "encoder": self.encoder,
-            "alpha": self.alpha,
             "history": pack_history(self.history),
             "classes": sorted(self._classes),
             "step": self._fit_step,
             "detectors": snapshots,
             "unfit": unfit,
-            "calibrations": {name: dict(calibration.tensors) for name, calibration in self._calibrations.items()},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -704,29 +661,17 @@ class OODMonitor(Callback):
             self.history = unpack_history(state_dict["history"])
         self._saved = dict(state_dict)
         self._fit_step, self._classes = state_dict["step"], set(state_dict["classes"])
-        for name in self._specs.keys() - state_dict["detectors"].keys():
+        for name in self._watched.keys() - state_dict["detectors"].keys():
             reason = "the checkpoint does not hold its fit. Pass fit_loader= to fit it again."
-            self._unfit[name] = f"{reason} {state_dict['unfit'].get(name, '')}".rstrip()
+            self._watched[name].problem = f"{reason} {state_dict['unfit'].get(name, '')}".rstrip()
         if self._encoder is not None:  # FSDP2 loads checkpoints later
             self._restore_saved()
 
     def _restore_saved(self) -> None:
-        """Give the detectors the fits of the checkpoint; if training goes on, only to those with the same options."""
+        """Give the detectors the fits of the checkpoint."""
         saved, self._saved = self._saved, {}
-        for name in saved["detectors"].keys() & self._adapters.keys():
-            detector, snapshot = self.detectors[name], saved["detectors"][name]
-            options = snapshot.get("state", {}).get("options", {})
-            changed = any(options.get(key) != value for key, value in getattr(detector, "options", {}).items())
-            if self._stage == "fit" and changed:
-                continue
-            try:
-                restore_snapshot(detector, snapshot)
-            except ValueError as error:
-                self._unfit[name] = str(error)
-                continue
-            self._unfit.pop(name, None)
-            if name in saved["calibrations"]:
-                self._calibrations[name] = Calibration.from_tensors(saved["calibrations"][name])
+        for name in saved["detectors"].keys() & self.detectors.keys():
+            self._watched[name].restore(saved["detectors"][name], resumes=self._stage == "fit")
 
     @classmethod
     def load_detectors(
@@ -771,26 +716,21 @@ class OODMonitor(Callback):
             check_weights(module, checkpoint.get("state_dict", {}), path)
         loaded, missing = dict[str, Detector](), dict(state["unfit"])
         for name, snapshot in state["detectors"].items():
-            detector = (detectors or {}).get(name)
             try:
+                detector: Any = (detectors or {}).get(name)
                 if detector is None:
                     detector = build_detector(snapshot)
                 else:
+                    detector = detector if isinstance(detector, Calibrated) else Calibrated(detector)
                     restore_snapshot(detector, snapshot)
             except NotKeptError as error:
                 missing[name] = f"{error} (detectors=)"
                 continue
             if module is not None:  # its features, its logits, or the whole of it
-                inner: Any = bare(detector)
-                on_logits, on_features = isinstance(inner, LogitsDetector), isinstance(inner, FeaturesDetector)
-                part = "logits" if on_logits else "features" if on_features else None
+                part = PARTS.get(adapters.fed_with(type(detector.detector)))
                 encoding = Encoding(BatchEncoder(module, state["head"], state["encoder"]), part)
-                setattr(inner, "encoder" if on_features else "model", encoding)
-            if name in state["calibrations"] and not isinstance(detector, Calibrated):
-                detector = Calibrated(detector, state["alpha"])
-                calibration = Calibration.from_tensors(state["calibrations"][name])
-                detector.calibration = calibration.to(map_location)
-            loaded[name] = detector
+                setattr(detector.detector, "encoder" if part == "features" else "model", encoding)
+            loaded[name] = detector.detector if detector.calibration is None else detector
         for name, reason in missing.items():
             warnings.warn(f"the checkpoint does not hold {name!r}: {reason}", OODMonitorWarning, stacklevel=2)
         return loaded
@@ -803,13 +743,8 @@ class Evaluation:
     sets: dict[str, int]  #: OOD sets, and their numbers in the rows; those of other dataloaders are their indices
     errors: dict[str, str]  #: why a detector is given up; "" if it has been told already
     broken: dict[str, str] = field(default_factory=dict)  #: OOD sets that could not be read
-    seen: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  #: samples of each dataloader
+    seen: Counter[int] = field(default_factory=Counter)  #: samples of each dataloader
     rows: list[Tensor] = field(default_factory=list)  #: for each batch: source, position, label, scores
-
-
-def reason_of(error: Exception) -> str:
-    """An error in one sentence."""
-    return f"{type(error).__name__}: {error}"
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -830,13 +765,13 @@ def read_detectors(detectors: Any) -> dict[str, Spec]:
     if isinstance(detectors, str) or not isinstance(detectors, (Mapping, Sequence)) or not len(detectors):
         raise TypeError(f"expected detectors by name, such as {{'rmd': RMD()}}, got {detectors!r}.")
     specs: dict[str, Any] = {}
-    for name in detectors:
-        spec = detectors[name] if isinstance(detectors, Mapping) else name
+    for name, spec in (detectors if isinstance(detectors, Mapping) else {name: name for name in detectors}).items():
         named = {name: spec}
         if isinstance(spec, str):
-            named = {key: partial(resolve_name(o.pop("_target_")), **o) for key, o in detector_options(spec).items()}
-        if isinstance(detectors, Mapping) and len(named) == 1:  # a name may stand for several, which have their own
-            named = {name: next(iter(named.values()))}
+            choices = detector_options(spec)  # several have names of their own
+            keys = choices if len(choices) > 1 else named
+            built = [partial(resolve_name(options.pop("_target_")), **options) for options in choices.values()]
+            named = dict(zip(keys, built, strict=True))
         specs |= named
     for name, spec in specs.items():
         if not isinstance(name, str) or not name or "/" in name:
@@ -856,8 +791,7 @@ def pack_history(rows: list[dict[str, Any]]) -> Tensor:
 
 def unpack_history(packed: Tensor) -> list[dict[str, Any]]:
     """The rows that were packed."""
-    table = pd.read_parquet(BytesIO(packed.numpy().tobytes()))
-    return [dict(zip(table, row, strict=True)) for row in table.itertuples(index=False, name=None)]
+    return pd.read_parquet(BytesIO(packed.numpy().tobytes())).to_dict("records")
 
 
 def load_checkpoint(path: str | PathLike[str], map_location: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from lightning_fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from rmd_plugin.compare.adapters import Encoded, EncodingError
 from rmd_plugin.detectors.detectors import evaluating
@@ -86,42 +88,28 @@ def as_mapping(batch: Any) -> Mapping[str, Any] | None:
     return batch._asdict() if hasattr(batch, "_asdict") else batch if isinstance(batch, Mapping) else None
 
 
-def batch_labels(batch: Any) -> Any:
-    """Labels of a batch: the second of a pair, or the entry under one of :data:`LABEL_KEYS`; None if it has none."""
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Inputs and labels of a batch; None for labels that it does not have.
+
+    The labels are the second of a pair, or the entry of a dict under one of :data:`LABEL_KEYS`; the inputs are the
+    first one, or the other entries.
+    """
     entries = as_mapping(batch)
     if entries is not None:
-        return next((entries[key] for key in LABEL_KEYS if key in entries), None)
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        return None
-    labels = batch[1]
+        labels = next((entries[key] for key in LABEL_KEYS if key in entries), None)
+        return {key: value for key, value in entries.items() if key not in LABEL_KEYS}, labels
+    if not isinstance(batch, (tuple, list)) or len(batch) not in (1, 2):
+        return batch, None
+    inputs, labels = batch if len(batch) == 2 else (batch[0], None)
     if isinstance(labels, (tuple, list)) and labels and isinstance(labels[0], Tensor) and labels[0].ndim:
-        return labels[0]
-    return labels if as_mapping(labels) is None else batch_labels(labels)
-
-
-def batch_inputs(batch: Any) -> Any:
-    """What a batch holds besides its labels: the first of a pair, the other entries of a dict, or the batch itself."""
-    entries = as_mapping(batch)
-    if entries is not None:
-        return {key: value for key, value in entries.items() if key not in LABEL_KEYS}
-    if isinstance(batch, (tuple, list)) and len(batch) not in (1, 2):
-        kind = f"{type(batch).__name__} of length {len(batch)}"
-        raise EncodingError(f"expected (x, y) or a dict, got a {kind}. Pass forward= and labels=, or fit_loader=.")
-    return batch[0] if isinstance(batch, (tuple, list)) else batch
+        labels = labels[0]
+    return inputs, labels if as_mapping(labels) is None else split_batch(labels)[1]
 
 
 def model_input(inputs: Any) -> Any:
     """The tensor of inputs that are a dict, under one of :data:`INPUT_KEYS`; other inputs stay as they are."""
     tensors = inputs if isinstance(inputs, Mapping) else {}
     return next((tensors[key] for key in INPUT_KEYS if isinstance(tensors.get(key), Tensor)), inputs)
-
-
-def num_samples(inputs: Any) -> int | None:
-    """Length of the first tensor of some inputs."""
-    if isinstance(inputs, Tensor):
-        return len(inputs) if inputs.ndim else None
-    parts = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (tuple, list)) else ()
-    return next((size for size in map(num_samples, parts) if size is not None), None)
 
 
 # -- the head ----------------------------------------------------------------------------------------------------------
@@ -134,11 +122,6 @@ class Call(NamedTuple):
     layer: nn.Module
     inputs: Tensor | None  #: the first tensor that a layer got; None for modules around it
     outputs: list[Tensor]  #: the tensors that it returned, or the one that is named ``logits``
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether a layer got features of shape (B, D)."""
-        return self.inputs is not None and self.inputs.ndim == 2
 
 
 def is_linear(layer: nn.Module) -> bool:
@@ -174,9 +157,9 @@ def locate(call: Call, returned: list[Tensor]) -> tuple[Tensor, Tensor] | None:
         call: of the head.
         returned: tensors (B, K) that the modules around it returned.
     """
-    layer, z, logits = call.layer, call.inputs, call.outputs[0]
-    if z is None or call.is_flat:
-        return None if z is None else (widened(z), widened(logits))
+    layer, z, logits = call.layer, cast(Tensor, call.inputs), call.outputs[0]
+    if z.ndim == 2:
+        return widened(z), widened(logits)
     if not is_linear(layer):
         return None
     # (B, positions, channels)
@@ -232,7 +215,7 @@ class BatchEncoder:
         labels: Callable[[Any], Any] | None = None,
     ) -> None:
         self.module, self.head, self.encoder = module, head, encoder
-        self._forward, self._labels = forward, labels or batch_labels
+        self._forward, self._labels = forward, labels
         try:
             module.get_submodule(head or encoder or "")
         except AttributeError as error:
@@ -267,10 +250,8 @@ class BatchEncoder:
         if not self._recording:
             return
         logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-        parts = [logits] if isinstance(logits, Tensor) else output
-        parts = list(parts.values()) if isinstance(parts, Mapping) else parts
-        parts = parts if isinstance(parts, (tuple, list)) else [parts]
-        outputs = [z for z in parts if isinstance(z, Tensor) and z.is_floating_point()]
+        leaves = tree_leaves(logits if isinstance(logits, Tensor) else output)
+        outputs = [z for z in leaves if isinstance(z, Tensor) and z.is_floating_point()]
         searching = self.by_head and self.head is None
         if inside:
             z = next((z for z in (*args, *kwargs.values()) if isinstance(z, Tensor)), None)
@@ -303,7 +284,11 @@ class BatchEncoder:
         Raises:
             EncodingError: if nobody can tell the features from what was recorded.
         """
-        calls, labels = self.stop(), self._labels(batch) if labelled else None
+        calls, (inputs, labels) = self.stop(), split_batch(batch)
+        if not labelled:
+            labels = None
+        elif self._labels is not None:
+            labels = self._labels(batch)
         if labels is not None:
             try:
                 labels = torch.as_tensor(labels).detach().as_subclass(Tensor)
@@ -311,8 +296,8 @@ class BatchEncoder:
                 labels = check_labels(labels, len(labels))
             except (TypeError, ValueError) as error:
                 raise EncodingError(f"{error} Pass labels=, which takes them from the batch.") from error
-        inputs = batch_inputs(batch) if self._forward is None else batch
-        size = num_samples(inputs) if labels is None else len(labels)
+        samples = [labels] if labels is not None else tree_leaves(inputs)
+        size = next((len(leaf) for leaf in samples if isinstance(leaf, Tensor) and leaf.ndim), None)
         layers, around = list[Call](), list[Call]()  # those of the batch's size, the last call first
         for call in reversed(calls):
             outputs = [output for output in call.outputs if size in (None, len(output))]
@@ -339,16 +324,20 @@ class BatchEncoder:
     def _by_head(
         self, layers: list[Call], returned: list[Tensor], around: list[Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """Features and logits at the head, which is the last layer whose output was returned, or else is as wide."""
-        named = [call for call in layers if call.name == self.head and (call.is_flat or is_linear(call.layer))]
-        inner = [call for call in layers if call.name != self.head]
-        returning = [call for call in inner if any(_gives(call, z) for z in returned)]
-        # what was returned may be made of the logits in some other way
-        widths = {z.shape[1] for z in returned}
-        as_wide = [call for call in inner if call.is_flat and (not widths or call.outputs[0].shape[1] in widths)]
-        calls = named + returning + as_wide
-        pair = locate(calls[0], around) if calls else None
-        self.head = self.head if pair is None else calls[0].name
+        """Features and logits at the head: the named layer, else the last whose output was returned, or is as wide."""
+        ranked = []
+        for call in layers:
+            if (pair := locate(call, around)) is not None:
+                outputs = [widened(z) for z in returned if z.shape == pair[1].shape]
+                same = any(torch.allclose(pair[1], z, equal_nan=True) for z in outputs)
+                # what was returned may be made of the logits in some other way
+                as_wide = call.inputs is not None and call.inputs.ndim == 2 and (bool(outputs) or not returned)
+                ranked.append(((call.name == self.head, same, as_wide), call.name, pair))
+        # of several the first one, which was called last
+        rank, name, pair = max(ranked, key=itemgetter(0), default=((), None, None))
+        if not any(rank):
+            return None
+        self.head = name
         return pair
 
     def _candidates(self) -> str:
@@ -401,15 +390,21 @@ class BatchEncoder:
         module: Any = self.module
         if not isinstance(batch, Tensor) and overrides(module, "predict_step"):
             ways["predict_step"] = partial(module.predict_step, batch, 0)
-        target, inputs = module if self.target is None else self.target, batch_inputs(batch)
-        if not isinstance(inputs, Mapping):
-            unpacked = {"unpacked": partial(target, *inputs)} if isinstance(inputs, (tuple, list)) else {}
-            return ways | {"forward": partial(target, inputs)} | unpacked
-        if keywords := _keywords(target, inputs):
-            ways["keywords"] = partial(target, **keywords)
-        if isinstance(model_input(inputs), Tensor):
-            ways["input"] = partial(target, model_input(inputs))
-        return ways | {"batch": partial(target, batch)}
+        target, (inputs, _) = module if self.target is None else self.target, split_batch(batch)
+        if isinstance(inputs, Mapping):
+            parameters = inspect.signature(target.forward).parameters
+            any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+            if keywords := {name: value for name, value in inputs.items() if any_name or name in parameters}:
+                ways["keywords"] = partial(target, **keywords)
+            return ways | {"input": partial(target, model_input(inputs)), "batch": partial(target, batch)}
+        if inputs is not batch or not isinstance(batch, (tuple, list)):
+            ways["forward"] = partial(target, inputs)
+            if isinstance(inputs, (tuple, list)):
+                ways["unpacked"] = partial(target, *inputs)
+        elif not ways:
+            kind = f"{type(batch).__name__} of length {len(batch)}"
+            raise EncodingError(f"expected (x, y) or a dict, got a {kind}. Pass forward= and labels=, or fit_loader=.")
+        return ways
 
     @property
     def target(self) -> nn.Module | None:
@@ -435,20 +430,6 @@ class Encoding(nn.Module):
         if values is None:
             raise EncodingError("the network gave no logits of shape (B, K), K >= 2, for this batch.")
         return values
-
-
-def _gives(call: Call, returned: Tensor) -> bool:
-    """Whether a layer gave what the network returned."""
-    _, logits = locate(call, [returned]) or (None, None)
-    same_shape = logits is not None and logits.shape == returned.shape
-    return same_shape and torch.allclose(logits, widened(returned), equal_nan=True)  # type: ignore[arg-type]
-
-
-def _keywords(target: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs that ``forward`` takes by name."""
-    parameters = inspect.signature(target.forward).parameters.values()
-    names = inputs.keys() if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
-    return {name: inputs[name] for name in names if name in inputs}
 
 
 def overrides(module: nn.Module, method: str) -> bool:

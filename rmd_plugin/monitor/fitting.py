@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 import time
+from collections import ChainMap
 from collections.abc import Generator, Iterator, Mapping
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from pytorch_lightning import Trainer
-from torch import Tensor
+from pytorch_ood.api import Detector
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from rmd_plugin.compare.adapters import Adapter, Encoded, EncodingError, Representation
+from rmd_plugin.compare import adapters
+from rmd_plugin.compare.adapters import Encoded, EncodingError, Representation
+from rmd_plugin.detectors.conformal import Calibrated, bare
+from rmd_plugin.detectors.detectors import StatefulDetector
 from rmd_plugin.detectors.moments import check_labels
+from rmd_plugin.detectors.snapshot import restore_snapshot
 from rmd_plugin.monitor.features import BatchEncoder, visiting
 
 #: strategies under which every process has the whole network; by name, for there are two roots of Lightning
@@ -169,7 +174,65 @@ def encode_share(
             trainer.training = training
 
 
-# -- many detectors ----------------------------------------------------------------------------------------------------
+def gathered(value: Any) -> list[Any]:
+    """What each process has. Every process has to call it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def reason_of(error: Exception) -> str:
+    """An error in one sentence."""
+    return f"{type(error).__name__}: {error}"
+
+
+# -- detectors ----------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A detector of a monitor.
+
+    Args:
+        spec: the detector, or the class or a partial of the class of one.
+        alpha: share of ID samples that may be flagged, if it is not calibrated by itself.
+    """
+
+    adapter: Any = None  #: how it is fitted and scored, once it is built
+    calibrated: Any = None  #: the same detector with its calibration
+
+    def __init__(self, spec: Any, alpha: float = 0.05) -> None:
+        self.spec, self.alpha = spec, alpha
+        self.problem = "" if getattr(spec, "fitted", False) else "it is not fitted."  #: why it cannot score
+        if isinstance(spec, Detector):
+            self.adapter = adapters.adopt(spec)
+            self.calibrated = spec if isinstance(spec, Calibrated) else Calibrated(spec, alpha)
+        # one of ours that has a use for the head of the network, and has none
+        inner = bare(spec)
+        self._headless = isinstance(inner, StatefulDetector) and getattr(inner, "head", inner) is None
+
+    def build(self, parts: adapters.NetworkParts) -> None:
+        """Build a detector that is given as a class; give the head to one without."""
+        if self._headless:
+            adapters.give_head(self.spec, parts)
+        elif not isinstance(self.spec, Detector):
+            self.adapter = adapters.build(self.spec, parts)
+            self.calibrated = Calibrated(self.adapter.detector, self.alpha)
+
+    def restore(self, snapshot: dict[str, Any], *, resumes: bool) -> None:
+        """Take over the fit of a checkpoint; if training goes on, only one with the same options."""
+        options = snapshot["state"]["inner"].get("state", {}).get("options", {})
+        changed = any(options.get(key) != value for key, value in getattr(self.calibrated, "options", {}).items())
+        if resumes and changed:
+            return
+        alpha = self.calibrated.alpha
+        try:
+            restore_snapshot(self.calibrated, snapshot)
+            self.problem = ""
+        except ValueError as error:
+            self.problem = str(error)
+        self.calibrated.alpha = alpha
 
 
 class FeatureRows:
@@ -200,11 +263,7 @@ class FeatureRows:
         Raises:
             ValueError: if no sample with a label >= 0 was seen.
         """
-        batches = self._batches
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            gathered: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(gathered, batches)  # a process may have none
-            batches = [batch for part in gathered for batch in part]
+        batches = [batch for part in gathered(self._batches) for batch in part]
         if not sum(len(index) for _, _, index in batches):
             raise ValueError("no ID sample (label >= 0) was seen: there is nothing to fit.")
         rows, labels, index = map(torch.cat, zip(*batches, strict=True))
@@ -215,21 +274,21 @@ class FeatureRows:
 class Fit:
     """One fit of several detectors from the same batches; those with the same options share their moments.
 
-    Call :meth:`update` with every batch, then :meth:`finish` on every process. Errors are kept, not raised: a process
-    that left would let the others wait for ever.
+    Call :meth:`update` with every batch, then :meth:`finish` on every process. Errors of detectors are kept, not
+    raised: a process that left would let the others wait for ever.
     """
 
-    def __init__(self, adapters: Mapping[str, Adapter], device: torch.device) -> None:
+    def __init__(self, detectors: Mapping[str, Watched], device: torch.device) -> None:
         self.num_samples = 0  #: seen on this process
         self.classes: set[int] = set()  #: labels of the samples of all processes, after :meth:`finish`
         self.keys: dict[str, Any] = {}  #: what a detector is fitted on; those with the same key share a metric
         self.metrics: dict[Any, Any] = {}  #: ClassMoments or FeatureRows
-        self._errors: dict[Any, Exception] = {}
-        for name, adapter in adapters.items():
+        self._detectors, self._errors = detectors, dict[Any, str]()
+        for name, adapter in ((name, watched.adapter) for name, watched in detectors.items()):
             if adapter.fitted_on is None:
                 continue
             if adapter.fitted_on is Representation.MOMENTS:
-                metric: Any = adapter.detector.new_moments()  # type: ignore[attr-defined]
+                metric: Any = adapter.detector.new_moments()
                 metric.to("cpu" if device.type == "mps" else device)  # float64 sums do not exist on MPS
                 plain = (bool, int, float, str, type(None))  # its public settings
                 options = {k: v for k, v in vars(metric).items() if not k.startswith("_") and isinstance(v, plain)}
@@ -241,7 +300,13 @@ class Fit:
             self.metrics.setdefault(key, metric)
 
     def update(self, encoded: Encoded, positions: Tensor, keep: Tensor | slice = slice(None)) -> None:
-        """Add the samples to keep of a batch; ``positions`` is their order over all processes, shape (B,)."""
+        """Add the samples to keep of a batch; ``positions`` is their order over all processes, shape (B,).
+
+        Raises:
+            EncodingError: if the batch has no labels.
+        """
+        if encoded.labels is None:
+            raise EncodingError("the batches to fit on have no labels. Pass labels=, or another fit_loader=.")
         encoded, positions = encoded.select(keep), positions[keep]
         for key, metric in self.metrics.items() if len(encoded) else ():
             if key not in self._errors:
@@ -251,33 +316,31 @@ class Fit:
                     else:
                         metric.update(encoded.features, encoded.labels)
                 except Exception as error:
-                    self._errors[key] = error
+                    self._errors[key] = reason_of(error)
 
     def fail(self, error: Exception) -> None:
         """Give up all detectors, because of an error in the data."""
-        self._errors |= {key: error for key in self.metrics if key not in self._errors}
+        self._errors = dict.fromkeys(self.metrics, reason_of(error)) | self._errors
 
-    def finish(
-        self, adapters: Mapping[str, Adapter], trainer: Trainer, seed: int
-    ) -> Iterator[tuple[str, float, Exception | None]]:
-        """Fit the detectors: name, seconds, and the error if it failed on any process.
+    def finish(self, module: nn.Module, seed: int) -> Iterator[tuple[str, float, str]]:
+        """Fit the detectors: name, seconds, and why it failed on any process, or "".
 
-        Every process has to call it, and gives all detectors the same fit. The adapters have the same names as before.
+        Every process has to call it, and gives all detectors the same fit. They may have been built anew meanwhile.
         """
-        anywhere = partial(trainer.strategy.reduce_boolean_decision, all=False)
+        mine = {name: self._errors[key] for name, key in self.keys.items() if key in self._errors}
+        errors = ChainMap(*gathered(mine))
         data: dict[Any, Any] = {}
         for name, key in self.keys.items():
-            start, adapter, error = time.perf_counter(), adapters[name], self._errors.get(key)
-            if not anywhere(error is not None):
+            start, error = time.perf_counter(), errors.get(name, "")
+            if not error:
                 try:
                     if key not in data:
-                        data[key] = gathered = self.metrics[key].compute()
-                        labels: Any = gathered.labels if isinstance(gathered, Encoded) else gathered.counts.nonzero()
+                        data[key] = fitted_on = self.metrics[key].compute()
+                        labels: Any = fitted_on.labels if isinstance(fitted_on, Encoded) else fitted_on.counts.nonzero()
                         self.classes |= set(labels.flatten().tolist())
-                    with visiting(trainer.lightning_module, seed), torch.inference_mode(False), torch.enable_grad():
-                        adapter.fit(data[key])
+                    with visiting(module, seed), torch.inference_mode(False), torch.enable_grad():
+                        self._detectors[name].adapter.fit(data[key])
                 except Exception as problem:
-                    error = problem
-            if anywhere(error is not None):
-                error = error or RuntimeError("see the error of another process.")
+                    error = reason_of(problem)
+                error = next(filter(None, gathered(error)), "")
             yield name, time.perf_counter() - start, error

@@ -7,9 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -52,14 +50,14 @@ def publish(
         for place in filter(None, [folder, *(getattr(logger, "log_dir", None) for logger in others)]):
             Path(place).mkdir(parents=True, exist_ok=True)
             save_figure(figure, Path(place) / name, formats=("png",))
-    rows = pd.DataFrame([row for row in history if row["stage"] == stage and row["ood"]])
-    rows = rows[rows["step"] == rows["step"].iloc[-1]] if len(rows) else rows
-    for logger in loggers if len(rows) else ():
-        table = rows.pivot_table("value", ["detector", "ood"], "metric", aggfunc="last", sort=False).reset_index()
+    rows = [row for row in history if row["stage"] == stage and row["ood"] and row["step"] == step]
+    for logger in loggers if rows else ():
+        table = pd.DataFrame(rows).pivot_table("value", ["detector", "ood"], "metric", aggfunc="last", sort=False)
         if hasattr(logger, "log_table"):  # W&B
-            logger.log_table(f"{prefix}/{stage}", dataframe=table)
+            logger.log_table(f"{prefix}/{stage}", dataframe=table.reset_index())
         elif type(logger).__name__ == "MLFlowLogger":
-            logger.experiment.log_table(logger.run_id, data=table, artifact_file=f"{prefix}/{stage}.json")
+            file = f"{prefix}/{stage}.json"
+            logger.experiment.log_table(logger.run_id, data=table.reset_index(), artifact_file=file)
 
 
 def _log_figure(logger: Any, key: str, figure: Figure, step: int) -> bool:
@@ -72,9 +70,7 @@ def _log_figure(logger: Any, key: str, figure: Figure, step: int) -> bool:
     elif kind == "NeptuneLogger":
         experiment[key].append(figure, step=step)  # type: ignore[index]
     elif hasattr(logger, "log_image"):  # W&B
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        logger.log_image(key, [np.asarray(canvas.buffer_rgba())], step=step)
+        logger.log_image(key, [figure], step=step)
     elif hasattr(experiment, "add_figure"):  # TensorBoard
         experiment.add_figure(key, figure, global_step=step, close=False)  # type: ignore[union-attr]
     else:
