@@ -340,8 +340,8 @@ def list_files(paths: Paths) -> list[TableFile]:
     """
     files: dict[str, tuple[str, str]] = {}
     folders = []
-    for place in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
-        system, path = url_to_fs(os.fspath(place))
+    for pattern in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
+        system, path = url_to_fs(os.fspath(pattern))
         folder = os.path.dirname(re.split(r"[*?[]", path)[0])
         if system.isdir(path):
             folder, inside = path, system.find(path)

@@ -160,12 +160,12 @@ def _fit(cfg: DictConfig, folder: RunFolder) -> tuple[OODBenchmark, Backbone, pl
             "one head=linear_probe or head=null."
         )
     if cfg.pretrain:
-        place, stage = folder.file(PRETRAINED), instantiate(cfg.pretrain.stage)(backbone)
-        last_epoch = ModelCheckpoint(place, "last", save_on_train_epoch_end=True, enable_version_counter=False)
+        pretrained_dir, stage = folder.file(PRETRAINED), instantiate(cfg.pretrain.stage)(backbone)
+        last_epoch = ModelCheckpoint(pretrained_dir, "last", save_on_train_epoch_end=True, enable_version_counter=False)
         options = {"max_epochs": cfg.pretrain.max_epochs, "callbacks": [RandomStates(), last_epoch], "logger": False}
         pretrainer = make_trainer(cfg, **options)
         # of a stage that was finished before, this loads the weights
-        _train_stage(cfg, pretrainer, stage, BenchmarkData(benchmark, backbone, **loading), place)
+        _train_stage(cfg, pretrainer, stage, BenchmarkData(benchmark, backbone, **loading), pretrained_dir)
         if pretrainer.interrupted:
             raise KeyboardInterrupt
     if trainer is not None:

@@ -215,13 +215,13 @@ class Split(Dataset[tuple[object, int]]):
         if any(not 0 <= fraction < 1 for fraction in fractions) or sum(fractions) >= 1:
             raise ValueError(f"fractions must be in [0, 1) with a sum below 1, got {list(fractions)}")
         labels = self.labels.numpy()
-        parts: list[list[np.ndarray]] = [[np.empty(0, dtype=np.intp)] for _ in range(len(fractions) + 1)]
+        indices: list[list[np.ndarray]] = [[np.empty(0, dtype=np.intp)] for _ in range(len(fractions) + 1)]
         for label in np.unique(labels):
             members = rng.permutation(np.flatnonzero(labels == label))
             cuts = np.rint(np.cumsum(fractions) * len(members)).astype(int)
-            for part, piece in zip(parts, np.split(members, cuts), strict=True):
+            for part, piece in zip(indices, np.split(members, cuts), strict=True):
                 part.append(piece)
-        return [self.subset(np.sort(np.concatenate(part))) for part in parts]
+        return [self.subset(np.sort(np.concatenate(part))) for part in indices]
 
     def balanced(self, limit: int | None, rng: np.random.Generator) -> "Split":
         """At most ``limit`` samples (None: all), classes as even as the data allows: sizes differ by one at most."""
@@ -449,8 +449,8 @@ class OODBenchmark(Benchmark):
                 raise ValueError(f"{self.name} has no split {split!r}; it has {', '.join(splits)}")
             return splits[split].digest()
         kinds = dict.fromkeys(self.ood_names, "ood:") | dict.fromkeys(self.shifts, "shift:")
-        parts = [f"{kinds.get(name, '')}{name} {part.digest()}" for name, part in splits.items()]
-        return hashlib.sha256("\n".join([_FINGERPRINT_VERSION, self.name, *parts]).encode()).hexdigest()
+        digests = [f"{kinds.get(name, '')}{name} {part.digest()}" for name, part in splits.items()]
+        return hashlib.sha256("\n".join([_FINGERPRINT_VERSION, self.name, *digests]).encode()).hexdigest()
 
     def __repr__(self) -> str:
         sizes = [f"{name}={len(split)}" for name, split in self._splits().items()]

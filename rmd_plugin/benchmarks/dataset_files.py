@@ -117,8 +117,8 @@ def split_files(folder: Path, endings: Sequence[str], *, folders: bool = False) 
         DataFormatError: if a split has two files.
     """
     files: dict[str, Path] = {}
-    for prefix, place in (("", folder), (OOD, folder / "ood")):
-        for item in sorted(place.glob("[!.]*")):
+    for prefix, directory in (("", folder), (OOD, folder / "ood")):
+        for item in sorted(directory.glob("[!.]*")):
             ending = next((ending for ending in endings if item.name.endswith(ending)), "")
             key = prefix + item.name.removesuffix(ending)
             if (ending or (folders and item.is_dir())) and (prefix or key in (TRAIN, VAL, TEST)):
@@ -343,7 +343,7 @@ def list_pictures(path: Path) -> pd.DataFrame:
         return rows.assign(item=[str(path.parent / item) for item in rows["item"]])
     if not (path / TRAIN).is_dir():
         raise DataFormatError(path, "has no folder train; expected is train/CLASS/*.png, and ood/NAME/*.png")
-    parts = []
+    frames = []
     for key in (TRAIN, VAL, TEST, "ood"):
         folders = sorted(item for item in (path / key).glob("[!.]*") if item.is_dir())
         if not folders and (path / key).is_dir():
@@ -355,8 +355,8 @@ def list_pictures(path: Path) -> pd.DataFrame:
             if not paths:
                 raise DataFormatError(folder, f"holds no picture; endings of pictures are {', '.join(PICTURE_ENDINGS)}")
             split = OOD + folder.name if key == "ood" else key
-            parts.append(pd.DataFrame({"label": folder.name, "split": split, "item": paths}))
-    return pd.concat(parts, ignore_index=True)
+            frames.append(pd.DataFrame({"label": folder.name, "split": split, "item": paths}))
+    return pd.concat(frames, ignore_index=True)
 
 
 # -- checks before torch is imported ----------------------------------------------------------------------------------
