@@ -98,7 +98,7 @@ def upright_rgb(image: Image.Image) -> Image.Image:
     """A picture in RGB, rotated as its EXIF says: alpha is dropped, of 16 bits a channel the upper 8 are taken.
 
     Raises:
-        ValueError: it has other numbers, of which nobody says what is white.
+        ValueError: it has other numbers, and which of them is white is unknown.
     """
     from PIL import ImageOps
 

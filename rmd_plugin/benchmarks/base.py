@@ -20,7 +20,7 @@ from rmd_plugin.files import read_picture
 
 OOD_LABEL = -1
 Transform = Callable[..., object]
-#: of an OOD set from the training data, empty where nobody says; ``shift`` is no OOD: known classes seen differently
+#: of an OOD set from the training data, empty where it is unknown; ``shift`` is no OOD: known classes seen differently
 Distance = Literal["near", "far", "shift", ""]
 
 _FINGERPRINT_VERSION = "rmd-benchmark-1"
@@ -260,7 +260,7 @@ class OODSet:
     """
 
     name: str  #: as it stands in results
-    distance: Distance  #: how far it is from the training data; empty where nobody says
+    distance: Distance  #: how far it is from the training data; empty where that is unknown
     split: Split = field(repr=False)
 
 
@@ -295,7 +295,7 @@ def stream(seed: int, *purpose: str) -> np.random.Generator:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class OODBenchmark(Benchmark):
-    """Base of this package's benchmarks, and of one's own (see :func:`as_benchmark`).
+    """Base class of the benchmarks of this package, and of your own (see also :func:`as_benchmark`).
 
     Items are ``(x, label)``: labels ``0..K-1`` in-distribution, ``-1`` out-of-distribution. A subclass is a data
     class: its fields are its options, ``name`` is its name, and :meth:`load` returns its data.
@@ -334,7 +334,7 @@ class OODBenchmark(Benchmark):
     num_classes: int = field(init=False)
     class_names: list[str] | None = field(init=False)
     ood_names: list[str] = field(init=False)  #: in the order of :meth:`test_sets`
-    distance: dict[str, Distance] = field(init=False)  #: of each OOD set; an empty text where nobody says
+    distance: dict[str, Distance] = field(init=False)  #: of each OOD set; empty where it is unknown
     test_in: Split = field(init=False)  #: the ID test set
     test_oods: list[Split] = field(init=False)  #: the OOD test sets, in the order of ``ood_names``
     #: ID test sets under a covariate shift, with their labels; they are no OOD and in no list of OOD sets

@@ -189,7 +189,7 @@ def read_columns(path: Path, names: Sequence[str | None] | None = None) -> dict[
 
 
 def _dataset(path: Path) -> Any:
-    """A Parquet or Arrow file, or a folder of Parquet files in which others are passed over."""
+    """A Parquet or Arrow file, or a folder of Parquet files in which others are ignored."""
     files = [path]
     if path.is_dir():
         # by name: exclude_invalid_files would pass over a damaged one, too
@@ -390,7 +390,7 @@ def feature_arrays(path: Path, names: Sequence[str]) -> list[FeatureArrays]:
 
 
 def check_data(options: Mapping[str, Any]) -> None:
-    """Check paths and columns of a benchmark of one's own data, by its config, without importing torch.
+    """Check paths and columns of a benchmark of your own data, by its config, without importing torch.
 
     Args:
         options: the node ``benchmark`` of a config: ``_target_`` and the options; other classes pass.

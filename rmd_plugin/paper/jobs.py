@@ -1,7 +1,7 @@
 """One call of ``rmd-reproduce``: experiments, studies, figures, the document.
 
 An experiment is a run folder: run once by the job of ``rmd-train``, and read. A finished one is not run again; an
-unfinished one goes on from its last checkpoint. Studies share runs, and features lie in a cache.
+unfinished one resumes from its last checkpoint. Studies share runs, and features lie in a cache.
 """
 
 from __future__ import annotations

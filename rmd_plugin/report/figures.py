@@ -55,7 +55,7 @@ _PANEL = (6.0, 3.9)
 
 #: detectors that have a colour and a name in one figure
 NAMED = 12
-#: up to which level of false alarms calibration is drawn: beyond, nobody decides
+#: up to which level of false alarms calibration is drawn: larger ones are not used in practice
 _LEVELS = 0.2
 #: scores further from the bulk than so many times its width are counted in the outermost bins
 _REACH = 5.0

@@ -80,7 +80,7 @@ def preview(item: Any, alt: str) -> Picture | str | None:
         item = np.moveaxis(item, 0, -1) if item.ndim == 3 else item
     if not isinstance(item, np.ndarray) or not item.size:
         return None
-    # normalised numbers are left out: nobody says what is black
+    # normalised numbers are left out: what is black is unknown
     if item.dtype.kind == "f" and item.min() >= 0 and item.max() <= 1:
         item = np.rint(255 * item).astype(np.uint8)
     item = np.squeeze(item, 2) if item.shape[2:] == (1,) else item
