@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 #: pages outside docs/, and where they are in the site
 COPIED = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md"}
-COPIED |= {f"examples/{path.name}": f"examples/{path.name}" for path in (ROOT / "examples").glob("*.*")}
+COPIED |= {f"examples/{path.name}": f"examples/{path.name}" for path in (ROOT / "examples").glob("*.md")}
 REPOSITORY = "https://github.com/rmd-plugin/rmd-plugin"
 #: the pages of the API, and the public names on each
 API = {
@@ -97,7 +97,7 @@ def generated_pages(*, run_gallery: bool) -> dict[str, str | bytes]:
 
 
 def redirect_links(markdown: str, uri: str) -> str:
-    """Let links to files outside docs/, as they work on GitHub, lead to their copies in the site."""
+    """Let links to files outside docs/ lead to their copies in the site, or to the repository."""
     depth = uri.count("/")
 
     def redirect(link: re.Match[str]) -> str:
@@ -107,6 +107,8 @@ def redirect_links(markdown: str, uri: str) -> str:
         plain = plain.removeprefix("docs/") if uri in COPIED.values() else plain
         if plain in COPIED:
             return f"]({'../' * depth}{COPIED[plain]}{anchor})"
+        if path.startswith("../" * (depth + 1)):
+            return f"]({REPOSITORY}/blob/main/{plain}{anchor})"
         return f"]({plain}{anchor})" if uri in COPIED.values() else link[0]
 
     return re.sub(r"\]\(((?!https?:|#|mailto:)[^)#\s]+)(#[^)\s]*)?\)", redirect, markdown)

@@ -63,7 +63,7 @@ def main(devices: int) -> None:
     auroc = scores.compute()["6-9/AUROC"]  # (*) of all processes together
 
     if fabric.is_global_zero:
-        rmd.save("rmd.pt")
+        rmd.save("rmd.safetensors")
         print(f"fitted on {of_all.num_samples} samples, AUROC {float(auroc):.4f}")
     fabric.save("net.pt", {"net": model})
 

@@ -98,7 +98,7 @@ def upright_rgb(image: Image.Image) -> Image.Image:
     """A picture in RGB, rotated as its EXIF says: alpha is dropped, of 16 bits a channel the upper 8 are taken.
 
     Raises:
-        ValueError: it has other numbers, of which nobody says what is white.
+        ValueError: it has other numbers, and which of them is white is unknown.
     """
     from PIL import ImageOps
 
@@ -152,8 +152,8 @@ def config_path(part: str = "") -> str:
 
 def config_root() -> Path:
     """The folder of the configs."""
-    place = config_path()
-    return Path(str(files(place.removeprefix("pkg://")))) if place.startswith("pkg://") else Path(place)
+    path = config_path()
+    return Path(str(files(path.removeprefix("pkg://")))) if path.startswith("pkg://") else Path(path)
 
 
 def parse_yaml(text: str) -> Any:
@@ -179,5 +179,7 @@ def detector_options(choice: str) -> dict[str, dict[str, Any]]:
         near = get_close_matches(choice, names) or names
         raise ValueError(f"there is no detector {choice!r}. Did you mean {', '.join(near)}?")
     content = parse_yaml((folder / f"{choice}.yaml").read_text(encoding="utf-8"))
-    parts = {name: options for part in content.pop("defaults", []) for name, options in detector_options(part).items()}
-    return parts | content
+    detectors: dict[str, Any] = {}
+    for default in content.pop("defaults", []):
+        detectors |= detector_options(default)
+    return detectors | content

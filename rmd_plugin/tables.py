@@ -64,10 +64,10 @@ def fit_table(
     """Fit a detector on Parquet, Arrow or CSV files, in constant memory per worker.
 
     The result is the same, to rounding in float64, for every engine, number of workers and split into files. With
-    ``state_dir`` a run that was stopped goes on behind the files that it had finished.
+    ``state_dir`` an interrupted run continues with the files that it has not finished.
 
     Args:
-        detector: one that is fitted on moments: RMD, Mahalanobis and their kin, or FusedRMD.
+        detector: one that is fitted on moments: RMD, Mahalanobis and its variants, or FusedRMD.
         paths: a file, a folder (with all below it), a glob (``"embeddings/*.parquet"``), or several; local, or of any
             store that fsspec knows (``s3://bucket/folder``).
         features: name of the column of features, lists of D numbers; or the names of D columns of numbers.
@@ -171,7 +171,7 @@ def score_table(
 
     Raises:
         ValueError: with the file, if it is bad. The columns of all files are checked before the work starts.
-        FileExistsError: if ``out`` holds a file of such a name that is none of scores: it is not replaced.
+        FileExistsError: if ``out`` has a file of such a name that ``score_table`` did not write.
 
     Example:
         >>> import tempfile, torch, pyarrow as pa, pyarrow.parquet as pq
@@ -307,7 +307,7 @@ def _run(
                 raise result
     finally:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of joblib, of tasks whose results nobody wants any more
+            warnings.simplefilter("ignore")  # of joblib, of tasks whose results are no longer needed
             results.close()
 
 
@@ -340,8 +340,8 @@ def list_files(paths: Paths) -> list[TableFile]:
     """
     files: dict[str, tuple[str, str]] = {}
     folders = []
-    for place in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
-        system, path = url_to_fs(os.fspath(place))
+    for pattern in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
+        system, path = url_to_fs(os.fspath(pattern))
         folder = os.path.dirname(re.split(r"[*?[]", path)[0])
         if system.isdir(path):
             folder, inside = path, system.find(path)

@@ -36,7 +36,7 @@ def test_the_example_counts_every_sample_once_on_any_number_of_processes(tmp_pat
     assert int(samples) == 801
     id_scores, ood_scores = (oracle.rmd(z_id[:801], y_id[:801], part) for part in (z_id[801:], z_ood))
     assert float(auroc) == pytest.approx(oracle.auroc(id_scores, ood_scores), abs=1e-3)
-    saved = RMD.load(tmp_path / "rmd.pt").predict_features(z_ood)
+    saved = RMD.load(tmp_path / "rmd.safetensors").predict_features(z_ood)
     torch.testing.assert_close(saved.double(), torch.as_tensor(ood_scores).double(), rtol=1e-2, atol=1e-2)
 
 

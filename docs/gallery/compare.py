@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Compare detectors
 #
-# Which detector is best on these features? One command fits the usual nine on the same features and writes a report; here the data are
-# sentence embeddings that come with the package, and your own are `benchmark=embeddings benchmark.path=table.parquet`.
+# Which detector is best on these features? One command fits nine common detectors on the same features and writes a report. The data
+# here are sentence embeddings that come with the package; for your own: `benchmark=embeddings benchmark.path=table.parquet`.
 
 # %%
 import subprocess
@@ -13,7 +13,7 @@ subprocess.run(command.split(), check=True, capture_output=True)
 print(*sorted(path.name for path in Path("run").iterdir() if path.suffix in (".html", ".csv", ".md", ".tex")))
 
 # %% [markdown]
-# `report.html` is for people. `rows.csv` has one number per line, for everything else:
+# `report.html` is for reading; `rows.csv` has one number per line:
 
 # %%
 import pandas as pd

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from rmd_plugin import RMD, Calibrated
 from rmd_plugin.benchmarks import Intents
 
-benchmark = Intents()  # embeddings of requests to an assistant: 150 kinds are known, and there are others
+benchmark = Intents()  # embeddings of requests to an assistant: 150 known kinds, and others
 splits = (benchmark.fit_set(), benchmark.val_set(), benchmark.test_in, benchmark.test_oods[0])
 (z, y), (held_out, _), (known, _), (new, _) = (next(iter(DataLoader(split, batch_size=5000))) for split in splits)
 
@@ -21,10 +21,10 @@ detector = Calibrated(RMD(shrinkage="oas"), alpha=0.05)
 detector.fit_features(z, y).calibrate_features(held_out)
 flagged_known, flagged_new = detector.is_ood_features(known), detector.is_ood_features(new)
 print(f"false alarms {100 * flagged_known.float().mean():.1f} % of {len(known)} known requests (asked for 5 %)")
-print(f"found {100 * flagged_new.float().mean():.1f} % of {len(new)} others")
+print(f"detected {100 * flagged_new.float().mean():.1f} % of {len(new)} others")
 
 # %% [markdown]
-# The guarantee is about the average over draws of the calibration data. A hundred draws show it, and how far a single one may be off:
+# The guarantee is about the average over draws of the calibration data. A hundred draws show the average, and how much single ones vary:
 
 # %%
 both, rates = torch.cat([held_out, known]), []
@@ -43,7 +43,7 @@ axes.legend(frameon=False)
 figure.savefig("alarms.png", dpi=120)
 
 # %% [markdown]
-# To have the guarantee for this very threshold, with a stated probability, ask for a confidence:
+# For a guarantee on this one threshold, with a stated probability, set `confidence`:
 
 # %%
 print(f"threshold {detector.threshold():.1f}, with 95 % confidence {detector.threshold(confidence=0.95):.1f}")
@@ -52,5 +52,5 @@ print("p-values of three others:", *(f"{value:.3f}" for value in detector.p_valu
 # %% [markdown]
 # ## What this does not show
 #
-# Nothing is guaranteed about OOD data: how many are detected can only be measured. And the guarantee ends where the ID data change:
-# another season, another way to ask, and the 5 % no longer hold.
+# Nothing is guaranteed about OOD data: how many are detected can only be measured. And the guarantee holds only while the ID data do not
+# change: with other users or other topics the 5 % may be exceeded.

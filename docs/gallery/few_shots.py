@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Few shots
 #
-# With a few samples per class the covariance of many features cannot be estimated as it stands. Shrinkage, and in FusedRMD the
+# With a few samples per class the covariance of many features cannot be estimated directly. Shrinkage, and in FusedRMD the
 # standardisation by samples that are left out, keep the detector useful.
 
 # %%
@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from rmd_plugin import RMD, FusedRMD, NumericalWarning, OODScores
 from rmd_plugin.benchmarks import Intents
 
-warnings.simplefilter("ignore", NumericalWarning)  # it says what is wrong with the first of the three below
-benchmark = Intents()  # 384 features of each request; 150 kinds are known, and there are others
+warnings.simplefilter("ignore", NumericalWarning)  # RMD without shrinkage warns of too few samples
+benchmark = Intents()  # 384 features of each request; 150 known kinds, and others
 z, y = next(iter(DataLoader(benchmark.fit_set(), batch_size=5000)))
 z_test, y_test = next(iter(DataLoader(benchmark.test_sets()[0], batch_size=5000)))
 
@@ -36,17 +36,18 @@ def auroc(detector, chosen: torch.Tensor) -> float:
 
 # %%
 counts = [2, 3, 4, 6, 10, 15, 20]
-kinds = {"RMD": lambda: RMD(), 'RMD(shrinkage="oas")': lambda: RMD(shrinkage="oas"), "FusedRMD": lambda: FusedRMD()}
-found = {
-    name: [[auroc(make(), shots(count, seed)) for seed in range(5)] for count in counts] for name, make in kinds.items()
+makers = {"RMD": lambda: RMD(), 'RMD(shrinkage="oas")': lambda: RMD(shrinkage="oas"), "FusedRMD": lambda: FusedRMD()}
+aurocs = {
+    name: [[auroc(make(), shots(count, seed)) for seed in range(5)] for count in counts]
+    for name, make in makers.items()
 }
-for name, rows in found.items():
+for name, rows in aurocs.items():
     print(f"{name:22}", "  ".join(f"{np.mean(row):5.1f}" for row in rows))
 
 # %%
 figure = Figure(figsize=(7, 3.8), layout="constrained")
 axes = figure.subplots()
-for (name, rows), (colour, mark) in zip(found.items(), (("#D55E00", "s--"), ("#0072B2", "o-"), ("#000000", "^-."))):
+for (name, rows), (colour, mark) in zip(aurocs.items(), (("#D55E00", "s--"), ("#0072B2", "o-"), ("#000000", "^-."))):
     axes.plot(counts, np.mean(rows, axis=1), mark, color=colour, label=name)
     axes.fill_between(counts, np.min(rows, axis=1), np.max(rows, axis=1), color=colour, alpha=0.12, linewidth=0)
 axes.set(xscale="log", xlabel="samples per class", ylabel="AUROC (%), mean and range of five draws")

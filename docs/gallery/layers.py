@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Features of any timm model, and several layers
 #
-# Any network that gives features can stand in front of a detector. Several of its layers can, too: torchvision's
-# `create_feature_extractor` returns them in one pass, and a detector for each layer is a dictionary of detectors.
-# The weights here are random, because nothing is downloaded: `pretrained=True` is what you would write.
+# The encoder of a detector is any network that returns features. For several layers, torchvision's `create_feature_extractor`
+# returns all of them in one pass, and each layer gets its own detector. The weights here are random, so that nothing has to be
+# downloaded; use `pretrained=True`.
 
 # %%
 import timm
@@ -34,8 +34,8 @@ last = RMD(network, shrinkage="oas").fit(train)
 print(f"last layer: AUROC {auroc(torch.cat([last.predict(part) for part in test.split(100)])):.3f}")
 
 # %% [markdown]
-# One detector for each stage. Maps (B, C, H, W) are averaged over space by the detectors themselves, so what the extractor
-# returns can be passed on as it is. Scores of layers differ in scale: bring them to that of the training samples, then add.
+# One detector for each stage. Detectors average feature maps (B, C, H, W) over space, so the output of the extractor can be passed
+# on unchanged. Scores of layers differ in scale: standardise them by the scores of the training samples, then add.
 
 # %%
 stages = ["layer1", "layer2", "layer3", "layer4"]
@@ -68,5 +68,5 @@ figure.savefig("layers.png", dpi=120)
 # %% [markdown]
 # ## What this does not show
 #
-# The network is untrained, so its layers know little of the digits. With trained networks the last layer alone was better in our
-# measurements (the page Detectors, Inner layers): take several where you have a reason to.
+# The network is untrained, so its layers say little about the digits. With trained networks the last layer alone was better in our
+# measurements (page "The detectors", section "Inner layers"): use several only if you have a reason.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A monitor in training
 #
-# Three lines, marked with (*), add detectors to a Lightning training. They are refitted at each validation, and the trained
-# weights are the same as without them, bit for bit.
+# Three lines, marked with (*), add detectors to a Lightning training. The detectors are refitted at each validation, and the
+# trained weights are the same as without them, bit for bit.
 
 # %%
 import logging
@@ -56,8 +56,8 @@ trainer.fit(Digits(), train, val)
 print({name: round(float(value), 3) for name, value in trainer.callback_metrics.items() if "AUROC" in name})
 
 # %% [markdown]
-# `monitor.history` keeps every number of every epoch. Detection is not accuracy: it can rise and fall while the accuracy only
-# rises, which is why it is worth watching.
+# `monitor.history` has every metric of every epoch. Detection can get worse while the accuracy still rises, so it is worth
+# watching both.
 
 # %%
 figure = Figure(figsize=(7, 3.6), layout="constrained")
@@ -75,5 +75,5 @@ figure.savefig("epochs.png", dpi=120)
 # %% [markdown]
 # ## What this does not show
 #
-# One seed of one small network proves nothing about which detector is better. The OOD data stood in the validation; if you
-# choose an epoch by it, keep other OOD data to report on.
+# One seed of one small network proves nothing about which detector is better. If you choose an epoch by its results
+# on OOD data, report on other OOD data.

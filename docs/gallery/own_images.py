@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Own images
 #
-# From folders of images to a guard that judges new ones. Here the images are drawn; put yours into
+# From folders of images to a guard that decides about new ones. Here the images are drawn; put yours into
 # `photos/train/CLASS/*.png`. The same on the command line: `rmd-train`, `rmd-fit`, `rmd-score`.
 
 # %%
@@ -26,21 +26,21 @@ def paint(shape: str, seed: int) -> Image.Image:
         draw.rectangle(box, fill=fill)
     elif shape == "triangle":
         draw.polygon([(x, y - size), (x - size, y + size), (x + size, y + size)], fill=fill)
-    else:  # a cross, which nobody will have seen
+    else:  # a cross: not in the training data
         draw.line([(x - size, y - size), (x + size, y + size)], fill=fill, width=4)
         draw.line([(x - size, y + size), (x + size, y - size)], fill=fill, width=4)
     return picture
 
 
-for place, shapes, count in (
+for root, shapes, count in (
     ("photos/train", ("disc", "square", "triangle"), 100),
     ("photos_new", ("disc", "cross"), 20),
 ):
     for number, shape in enumerate(shapes):
-        folder = Path(place, shape) if "train" in place else Path(place)
+        folder = Path(root, shape) if "train" in root else Path(root)
         folder.mkdir(parents=True, exist_ok=True)
         for index in range(count):
-            paint(shape, 1000 * number + index + (7777 if place == "photos_new" else 0)).save(
+            paint(shape, 1000 * number + index + (7777 if root == "photos_new" else 0)).save(
                 folder / f"{shape}_{index:03}.png"
             )
 
@@ -63,8 +63,8 @@ guard = rmd_plugin.Guard.load("guard")
 paths = sorted(Path("photos_new").iterdir())
 verdicts = {path: guard(path) for path in paths}
 for shape in ("disc", "cross"):
-    mine = [verdict for path, verdict in verdicts.items() if path.name.startswith(shape)]
-    print(f"{shape}: {sum(bool(verdict.is_ood) for verdict in mine)} of {len(mine)} flagged")
+    flags = [bool(verdict.is_ood) for path, verdict in verdicts.items() if path.name.startswith(shape)]
+    print(f"{shape}: {sum(flags)} of {len(flags)} flagged")
 
 # %%
 ranked = sorted(paths, key=lambda path: float(verdicts[path].score))
@@ -78,6 +78,6 @@ figure.savefig("pictures.png", dpi=120)
 # %% [markdown]
 # ## What this does not show
 #
-# Shapes on noise are a toy, and the network was trained on them in seconds. For photographs use a pre-trained network
+# Shapes on noise are a toy example, and the network was trained on them in seconds. For photographs use a pre-trained network
 # (`backbone=timm backbone.name=resnet18`) and some hundred images per class, and look at the report of `rmd-score` before you
 # trust a number.

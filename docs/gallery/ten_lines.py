@@ -2,7 +2,7 @@
 # # A detector in ten lines
 #
 # Features of a network and their labels are all that RMD needs. Here they are sentence embeddings of requests to an assistant, which
-# come with the package: 150 kinds of requests are known, the OOD samples are of none of them.
+# come with the package: 150 kinds of requests are known; the OOD samples are other requests.
 
 # %%
 from torch.utils.data import DataLoader
@@ -27,11 +27,11 @@ from rmd_plugin import OODScores
 metric = OODScores()
 metric.update(scores, y_test)
 for name, value in metric.compute().items():
-    if name.startswith("ood/"):  # the mean over several OOD sets is there, too
+    if name.startswith("ood/"):  # there is also the mean over several OOD sets
         print(f"{name:13} {float(value):.3f}")
 
 # %% [markdown]
-# A fitted detector has a score for each class, and is saved to a file like any model:
+# A fitted detector also scores each class, and is saved to a file like a model:
 
 # %%
 detector.save("rmd.safetensors")
@@ -44,5 +44,5 @@ print("it was:", benchmark.class_names[y_test[0]])
 # %% [markdown]
 # ## What this does not show
 #
-# One draw of one data set, embedded by one network that never saw it. Elsewhere RMD gains more, less or nothing (the page Results has
-# it), and a high AUROC is no decision yet: that takes a threshold, and data to set it.
+# One draw of one data set, embedded by one network that was not trained on it. On other data RMD gains more, less or nothing (page
+# "Choose a detector"). And a high AUROC is not yet a decision: that takes a threshold, and data to set it.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Update and forget
 #
-# A Gaussian detector needs only sums of its data, so data can be added and removed after the fit: as exactly as by a new fit,
-# in a fraction of its time, and without the old data.
+# A Gaussian detector needs only sums of its data, so data can be added and removed after the fit: with the result of a new fit, in
+# a fraction of its time, and without the old data.
 
 # %%
 import time
@@ -22,13 +22,13 @@ started = time.perf_counter()
 detector.update(z[-1000:], y[-1000:])
 updated = time.perf_counter() - started
 started = time.perf_counter()
-whole = RMD().fit_features(z, y)
+new_fit = RMD().fit_features(z, y)
 refitted = time.perf_counter() - started
-difference = (detector.predict_features(test) - whole.predict_features(test)).abs().max()
+difference = (detector.predict_features(test) - new_fit.predict_features(test)).abs().max()
 print(f"update and new fit differ by {difference:.1e} at most; the update took {updated / refitted:.2f} of the time")
 
 # %% [markdown]
-# Forget somebody's data: afterwards the detector is the one that never saw them.
+# Forget data: the detector is then the same as if it had never been fitted on them.
 
 # %%
 detector.forget(z[:500], y[:500])

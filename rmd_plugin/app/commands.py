@@ -91,7 +91,7 @@ def options(name: str, _root_: DictConfig) -> str:
 
 
 def terminal() -> bool:
-    """Whether there is somebody to look at a progress bar."""
+    """Whether a progress bar would be seen."""
     return sys.stderr.isatty()
 
 
@@ -235,7 +235,7 @@ def _command(name: str) -> Callable[[], None]:
 
 #: trains a backbone, watches and compares its detectors; a job gives back the number of ``objective=`` to sweepers
 train = _command("train")
-#: compares detectors from a checkpoint, a frozen backbone or a file of features; gives sweepers nothing: nobody should
+#: compares detectors from a checkpoint, a frozen backbone or a file of features; returns nothing to sweepers: do not
 #: tune on test data
 compare = _command("compare")
 #: fits and calibrates one detector behind a network, and writes both as a guard: one folder that can be deployed

@@ -12,7 +12,7 @@ CSV, JSONL or Parquet; for features Parquet or .npy. A folder of Parquet files i
 
 options:
   out=FOLDER     of the results; must be empty (default: outputs/score/TIME)
-  resume=true    go on in out=FOLDER behind what was scored before
+  resume=true    continue an interrupted run in out=FOLDER
   alpha=         share of false alarms (default: the guard's)
   batch_size=    items judged together (default: 64)
   num_workers=   processes that read and prepare items (default: 0, none)
@@ -22,7 +22,7 @@ options:
   id=            column that names the rows (default: FILE:ROW, from 0 on)
   watch=STATE    drift alarm over all runs with this file, which is made if it is not there; level= (default: 0.01) is
                  the chance of ever raising a false one, or every= the mean number of items between two
-  engine=        local or ray: tables of features of any size, a file of scores for each; goes on in out=FOLDER
+  engine=        local or ray: tables of features of any size, a file of scores for each; continues in out=FOLDER
 
 writes to out: scores.parquet and scores.csv (path or id, score, p_value, is_ood, class, nearest_class, reason) and
 report.html. A file that cannot be read is a row with its reason. Ctrl-C leaves what was scored.
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not paths or options.batch_size < 1 or options.num_workers < 0:
             raise ValueError("something to score, batch_size >= 1 and num_workers >= 0 are expected.")
         if options.resume and options.out is None:
-            raise ValueError("resume=true needs out=FOLDER, the folder to go on in.")
+            raise ValueError("resume=true needs out=FOLDER, the folder to continue in.")
         options.out = options.out or time.strftime("outputs/score/%Y-%m-%d_%H-%M-%S")
         return (_score if options.engine is None else _score_tables)(words.guard, paths, options, words.fail_on_ood)
     except (OSError, ValueError, ImportError, OmegaConfBaseException) as error:
@@ -142,13 +142,13 @@ def _score(guard_path: str, paths: Sequence[str], options: Options, fail_on_ood:
     if watch is not None:
         print(f"watch           {watch.words}")
     if progress.interrupted:
-        print(f"Interrupted after {len(summary.numbers):,} rows: resume=true out={out} goes on.")
+        print(f"Interrupted after {len(summary.numbers):,} rows: resume=true out={out} continues.")
     print(f"Written to {out}: {SCORES}, {TABLE}, {REPORT}")
     return 130 if progress.interrupted else 3 if changed or (fail_on_ood and summary.flagged) else 0
 
 
 class _Watch:
-    """The drift alarm of ``watch=STATE``: it goes on from run to run, and counts each row of a resumed run once."""
+    """The drift alarm of ``watch=STATE``: it continues from run to run, and counts each row of a resumed run once."""
 
     def __init__(self, detector: Calibrated, options: Options) -> None:
         from rmd_plugin.detectors.moments import read_state

@@ -42,7 +42,7 @@ from rmd_plugin.report.run import RunFolder, job_arguments
 
 log = logging.getLogger(__name__)
 
-#: folders below the output folder, and the file of each that a job goes on from
+#: folders below the output folder, and the file of each from which a job resumes
 CHECKPOINTS, PRETRAINED, LAST = "checkpoints", "pretrained", "last.ckpt"
 #: under which the folder keeps the number that the job returned, and a checkpoint the random states
 OBJECTIVE, RANDOM_STATES = "objective", "random_states"
@@ -160,12 +160,12 @@ def _fit(cfg: DictConfig, folder: RunFolder) -> tuple[OODBenchmark, Backbone, pl
             "one head=linear_probe or head=null."
         )
     if cfg.pretrain:
-        place, stage = folder.file(PRETRAINED), instantiate(cfg.pretrain.stage)(backbone)
-        last_epoch = ModelCheckpoint(place, "last", save_on_train_epoch_end=True, enable_version_counter=False)
+        pretrained_dir, stage = folder.file(PRETRAINED), instantiate(cfg.pretrain.stage)(backbone)
+        last_epoch = ModelCheckpoint(pretrained_dir, "last", save_on_train_epoch_end=True, enable_version_counter=False)
         options = {"max_epochs": cfg.pretrain.max_epochs, "callbacks": [RandomStates(), last_epoch], "logger": False}
         pretrainer = make_trainer(cfg, **options)
         # of a stage that was finished before, this loads the weights
-        _train_stage(cfg, pretrainer, stage, BenchmarkData(benchmark, backbone, **loading), place)
+        _train_stage(cfg, pretrainer, stage, BenchmarkData(benchmark, backbone, **loading), pretrained_dir)
         if pretrainer.interrupted:
             raise KeyboardInterrupt
     if trainer is not None:
@@ -179,7 +179,7 @@ def _train_stage(
 ) -> None:
     """Train, with ``resume=true`` from the last epoch whose checkpoint is in the folder on.
 
-    Ctrl-C ends the training and the job goes on: Lightning would end the process and ignore further Ctrl-C.
+    Ctrl-C ends the training and the job continues: Lightning would end the process and ignore further Ctrl-C.
     """
     last = folder / LAST if cfg.resume and (folder / LAST).is_file() else None
     if last is not None and rank() == 0:
@@ -255,7 +255,7 @@ def evaluation_device(cfg: DictConfig) -> torch.device:
 class RandomStates(Callback):
     """Keeps the random states of every process in checkpoints, and whether the training was stopped early.
 
-    With it a training that goes on from the end of an epoch ends as if it had never been stopped.
+    With it a training that is resumed at the end of an epoch ends as if it had never been interrupted.
     """
 
     _loaded: dict[str, Any] | None = None
@@ -275,7 +275,7 @@ class RandomStates(Callback):
         self._loaded = checkpoint.get(RANDOM_STATES)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Do not go on where the training was over."""
+        """Do not continue where the training was over."""
         if self._loaded is not None:
             trainer.should_stop = self._loaded["stopped"]
 
@@ -294,7 +294,7 @@ def quiet_warnings() -> Iterator[None]:
     """Leave out warnings that are no news: the table has those of the detectors, as remarks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NumericalWarning)
-        # Lightning's own call of torch, and what a job that goes on from its checkpoints knows
+        # Lightning's own call of torch, and what a job knows that is resumed from its checkpoints
         warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
         warnings.filterwarnings("ignore", message=r"(Experiment logs|Checkpoint) directory .* is not empty")
         warnings.filterwarnings("ignore", message=r"The number of training batches .* logging interval")
@@ -423,7 +423,7 @@ class BenchmarkData(pl.LightningDataModule):
         return {"shuffling": self._shuffling.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the training loader go on from there."""
+        """Let the training loader continue from there."""
         self._shuffling.set_state(state_dict["shuffling"])
 
     def val_dataloader(self) -> DataLoader[Any]:

@@ -150,9 +150,10 @@ def match_names(
 class Backbone(nn.Module):
     """A network in two parts, ``head(encoder(x))``, as the detectors see it.
 
-    A subclass builds an encoder and hands it over; head, checkpoint, freezing and fingerprint are here. For a backbone
-    of your own, name the subclass as ``_target_`` in a file ``backbone/my_net.yaml`` of your own config folder, list
-    the four shared options there as well, and choose it: ``rmd-train --config-dir my_conf backbone=my_net``.
+    A subclass builds an encoder and passes it on; head, checkpoint, freezing and fingerprint come with this class. For
+    a backbone of your own, name the subclass as ``_target_`` in a file ``backbone/my_net.yaml`` of your own config
+    folder, list the four shared options there as well, and choose it with
+    ``rmd-train --config-dir my_conf backbone=my_net``.
 
     Args:
         encoder: maps a batch of inputs to pooled features of shape (B, D).
@@ -160,7 +161,7 @@ class Backbone(nn.Module):
         num_classes: classes of the head. ``None``: as many as the checkpoint's head has, or no head at all.
         checkpoint: file to load, or ``None``; a relative path is also looked for under ``RMD_DATA_DIR``.
             A state_dict, a Lightning checkpoint or a safetensors file, under any prefix.
-        load_head: whether the checkpoint's head is wanted too; ``False`` starts a new one, for other classes.
+        load_head: whether to load the head of the checkpoint, too; ``False`` starts a new one, for other classes.
         frozen: whether the encoder is kept as it is: no gradients, and evaluation mode even after ``.train()``.
         train_transform: raw item to tensor with augmentation; ``None`` leaves it to the benchmark.
         test_transform: raw item to tensor; ``None`` leaves it to the benchmark.

@@ -320,15 +320,15 @@ class HF(Backbone):
         if hasattr(config, "vision_config"):
             raise ValueError(f"{name} is for pictures and texts at once. For CLIP and the like: backbone=open_clip.")
         loaded = pretrained and shared.get("checkpoint") is None
-        whole = _load_model(name, revision, config, loaded)
-        if whole.main_input_name not in ("input_ids", "pixel_values"):
-            raise ValueError(f"{name} takes {whole.main_input_name}: it is for neither pictures nor texts.")
-        base = whole.base_model
-        layers = [(key, layer) for key, layer in whole.named_modules() if isinstance(layer, nn.Linear)]
-        layers = [(key, layer) for key, layer in layers if not key.startswith(f"{whole.base_model_prefix}.")]
-        classifier = layers[-1][1] if layers and pooling is None and whole is not base else None
+        model = _load_model(name, revision, config, loaded)
+        if model.main_input_name not in ("input_ids", "pixel_values"):
+            raise ValueError(f"{name} takes {model.main_input_name}: it is for neither pictures nor texts.")
+        base = model.base_model
+        layers = [(key, layer) for key, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+        layers = [(key, layer) for key, layer in layers if not key.startswith(f"{model.base_model_prefix}.")]
+        classifier = layers[-1][1] if layers and pooling is None and model is not base else None
         patches, pad_id = 0, None
-        if whole.main_input_name == "input_ids":
+        if model.main_input_name == "input_ids":
             text = _tokenise(name, revision, base, max_length)
             options = transforms.prepared(shared, text, text, {"tokens": "the model's own tokenizer", "length": CONFIG})
             pad_id = int(text.tokenizer.pad_token_id)
@@ -343,8 +343,8 @@ class HF(Backbone):
             if isinstance(patch, int) and not hasattr(config, "depths"):  # there they are merged on the way
                 patches = (side // patch) ** 2
         if classifier is not None:
-            whole.set_submodule(layers[-1][0], nn.Identity())
-            encoder = _TransformersEncoder(whole, None, pad_id)
+            model.set_submodule(layers[-1][0], nn.Identity())
+            encoder = _TransformersEncoder(model, None, pad_id)
         else:
             chosen = _check_pooling(name, base, pooling, probe, pad_id, patches)
             if chosen != "pooler" and any(key.startswith("pooler.") for key, _ in base.named_parameters()):

@@ -220,7 +220,7 @@ def with_transforms(options: VisionOptions, usual: ImageTransform, origin: str, 
 
     Args:
         options: of the backbone; those about pictures become transforms. Training augments.
-        usual: what is done to pictures if nobody says anything.
+        usual: what is done to images by default.
         origin: where that came from, :data:`METADATA` for example.
         **changes: further fields of the transform that the user set, ``crop_pct`` for example; None where not.
 

@@ -20,7 +20,7 @@ from rmd_plugin.files import read_picture
 
 OOD_LABEL = -1
 Transform = Callable[..., object]
-#: of an OOD set from the training data, empty where nobody says; ``shift`` is no OOD: known classes seen differently
+#: of an OOD set from the training data, empty where it is unknown; ``shift`` is no OOD: known classes seen differently
 Distance = Literal["near", "far", "shift", ""]
 
 _FINGERPRINT_VERSION = "rmd-benchmark-1"
@@ -215,13 +215,13 @@ class Split(Dataset[tuple[object, int]]):
         if any(not 0 <= fraction < 1 for fraction in fractions) or sum(fractions) >= 1:
             raise ValueError(f"fractions must be in [0, 1) with a sum below 1, got {list(fractions)}")
         labels = self.labels.numpy()
-        parts: list[list[np.ndarray]] = [[np.empty(0, dtype=np.intp)] for _ in range(len(fractions) + 1)]
+        indices: list[list[np.ndarray]] = [[np.empty(0, dtype=np.intp)] for _ in range(len(fractions) + 1)]
         for label in np.unique(labels):
             members = rng.permutation(np.flatnonzero(labels == label))
             cuts = np.rint(np.cumsum(fractions) * len(members)).astype(int)
-            for part, piece in zip(parts, np.split(members, cuts), strict=True):
+            for part, piece in zip(indices, np.split(members, cuts), strict=True):
                 part.append(piece)
-        return [self.subset(np.sort(np.concatenate(part))) for part in parts]
+        return [self.subset(np.sort(np.concatenate(part))) for part in indices]
 
     def balanced(self, limit: int | None, rng: np.random.Generator) -> "Split":
         """At most ``limit`` samples (None: all), classes as even as the data allows: sizes differ by one at most."""
@@ -260,7 +260,7 @@ class OODSet:
     """
 
     name: str  #: as it stands in results
-    distance: Distance  #: how far it is from the training data; empty where nobody says
+    distance: Distance  #: how far it is from the training data; empty where that is unknown
     split: Split = field(repr=False)
 
 
@@ -295,7 +295,7 @@ def stream(seed: int, *purpose: str) -> np.random.Generator:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class OODBenchmark(Benchmark):
-    """Base of this package's benchmarks, and of one's own (see :func:`as_benchmark`).
+    """Base class of the benchmarks of this package, and of your own (see also :func:`as_benchmark`).
 
     Items are ``(x, label)``: labels ``0..K-1`` in-distribution, ``-1`` out-of-distribution. A subclass is a data
     class: its fields are its options, ``name`` is its name, and :meth:`load` returns its data.
@@ -334,7 +334,7 @@ class OODBenchmark(Benchmark):
     num_classes: int = field(init=False)
     class_names: list[str] | None = field(init=False)
     ood_names: list[str] = field(init=False)  #: in the order of :meth:`test_sets`
-    distance: dict[str, Distance] = field(init=False)  #: of each OOD set; an empty text where nobody says
+    distance: dict[str, Distance] = field(init=False)  #: of each OOD set; empty where it is unknown
     test_in: Split = field(init=False)  #: the ID test set
     test_oods: list[Split] = field(init=False)  #: the OOD test sets, in the order of ``ood_names``
     #: ID test sets under a covariate shift, with their labels; they are no OOD and in no list of OOD sets
@@ -449,8 +449,8 @@ class OODBenchmark(Benchmark):
                 raise ValueError(f"{self.name} has no split {split!r}; it has {', '.join(splits)}")
             return splits[split].digest()
         kinds = dict.fromkeys(self.ood_names, "ood:") | dict.fromkeys(self.shifts, "shift:")
-        parts = [f"{kinds.get(name, '')}{name} {part.digest()}" for name, part in splits.items()]
-        return hashlib.sha256("\n".join([_FINGERPRINT_VERSION, self.name, *parts]).encode()).hexdigest()
+        digests = [f"{kinds.get(name, '')}{name} {part.digest()}" for name, part in splits.items()]
+        return hashlib.sha256("\n".join([_FINGERPRINT_VERSION, self.name, *digests]).encode()).hexdigest()
 
     def __repr__(self) -> str:
         sizes = [f"{name}={len(split)}" for name, split in self._splits().items()]

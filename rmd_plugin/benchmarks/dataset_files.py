@@ -117,8 +117,8 @@ def split_files(folder: Path, endings: Sequence[str], *, folders: bool = False) 
         DataFormatError: if a split has two files.
     """
     files: dict[str, Path] = {}
-    for prefix, place in (("", folder), (OOD, folder / "ood")):
-        for item in sorted(place.glob("[!.]*")):
+    for prefix, directory in (("", folder), (OOD, folder / "ood")):
+        for item in sorted(directory.glob("[!.]*")):
             ending = next((ending for ending in endings if item.name.endswith(ending)), "")
             key = prefix + item.name.removesuffix(ending)
             if (ending or (folders and item.is_dir())) and (prefix or key in (TRAIN, VAL, TEST)):
@@ -189,7 +189,7 @@ def read_columns(path: Path, names: Sequence[str | None] | None = None) -> dict[
 
 
 def _dataset(path: Path) -> Any:
-    """A Parquet or Arrow file, or a folder of Parquet files in which others are passed over."""
+    """A Parquet or Arrow file, or a folder of Parquet files in which others are ignored."""
     files = [path]
     if path.is_dir():
         # by name: exclude_invalid_files would pass over a damaged one, too
@@ -343,7 +343,7 @@ def list_pictures(path: Path) -> pd.DataFrame:
         return rows.assign(item=[str(path.parent / item) for item in rows["item"]])
     if not (path / TRAIN).is_dir():
         raise DataFormatError(path, "has no folder train; expected is train/CLASS/*.png, and ood/NAME/*.png")
-    parts = []
+    frames = []
     for key in (TRAIN, VAL, TEST, "ood"):
         folders = sorted(item for item in (path / key).glob("[!.]*") if item.is_dir())
         if not folders and (path / key).is_dir():
@@ -355,8 +355,8 @@ def list_pictures(path: Path) -> pd.DataFrame:
             if not paths:
                 raise DataFormatError(folder, f"holds no picture; endings of pictures are {', '.join(PICTURE_ENDINGS)}")
             split = OOD + folder.name if key == "ood" else key
-            parts.append(pd.DataFrame({"label": folder.name, "split": split, "item": paths}))
-    return pd.concat(parts, ignore_index=True)
+            frames.append(pd.DataFrame({"label": folder.name, "split": split, "item": paths}))
+    return pd.concat(frames, ignore_index=True)
 
 
 # -- checks before torch is imported ----------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def feature_arrays(path: Path, names: Sequence[str]) -> list[FeatureArrays]:
 
 
 def check_data(options: Mapping[str, Any]) -> None:
-    """Check paths and columns of a benchmark of one's own data, by its config, without importing torch.
+    """Check paths and columns of a benchmark of your own data, by its config, without importing torch.
 
     Args:
         options: the node ``benchmark`` of a config: ``_target_`` and the options; other classes pass.

@@ -94,7 +94,7 @@ class Pictures(DatasetItems):
 def as_benchmark(benchmark: Benchmark, *, seed: int = 0, val_fraction: float = 0.1) -> OODBenchmark:
     """Any benchmark of the framework, with the interface of :class:`OODBenchmark`.
 
-    These are the two ways to bring data of one's own: a subclass of :class:`OODBenchmark` (below), which has
+    There are two ways to use your own data: a subclass of :class:`OODBenchmark` (below), which has
     everything, or any ``pytorch_ood.benchmark.Benchmark``, which is wrapped. Of the latter, ``val_set()``,
     ``class_names`` and ``distance`` (OOD set -> ``near``, ``far`` or ``shift``) are used where they exist, and what the
     framework's own benchmarks say of near, far and covariate-shifted sets. Without a ``val_set`` a part of the training

@@ -176,8 +176,8 @@ def _read_split(folder: Path) -> Split:
     files = sorted(folder.glob("*.tfrecord*"))
     if not files:
         raise DataNotFoundError(f"the Genomics OOD benchmark is incomplete: there is no TFRecord file in {folder}.")
-    parts = [read_tfrecord(file) for file in files]
-    reads, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    arrays_of_files = [read_tfrecord(file) for file in files]
+    reads, labels = (np.concatenate(arrays) for arrays in zip(*arrays_of_files, strict=True))
     if len(reads) == 0 or ((labels >= _NUM_ID) != ("_ood_" in folder.name)).any():
         raise DataFormatError(folder, f"has no reads, or classes of another split: {np.unique(labels)}")
     return Split(Reads(reads), labels)
@@ -193,7 +193,7 @@ def read_tfrecord(path: Path) -> tuple[np.ndarray, np.ndarray]:
             raise ValueError("a record has no 'x' of 250 digits 0..4 separated by blanks, or no label 'y'")
         digits = np.frombuffer(b"".join(reads), dtype=np.uint8).reshape(-1, 2 * _READ_LENGTH - 1)[:, ::2]
         # a label has seven bits a byte, the lowest first
-        numbers = [sum((byte & 127) << 7 * place for place, byte in enumerate(label)) for label in labels]
+        numbers = [sum((byte & 127) << 7 * position for position, byte in enumerate(label)) for label in labels]
         return digits - np.uint8(ord("0")), np.array(numbers, dtype=np.int64)
 
 

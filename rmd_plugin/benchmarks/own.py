@@ -158,12 +158,12 @@ class ImageFolder(OwnData):
 
     1. A folder with ``train/CLASS/**`` and, if there are any, ``val/CLASS/**``, ``test/CLASS/**`` and OOD sets
        ``ood/NAME/**``, read as torchvision's ``ImageFolder`` does: classes sorted by name, files by their ending, in
-       folders of any depth. What begins with a dot is passed over.
+       folders of any depth. Names that begin with a dot are ignored.
     2. A CSV, TSV, JSONL or Parquet file with the columns ``path`` (relative to the folder of the file) and ``label``,
-       and if you like ``split``: train, val, test, ood or ood:NAME.
+       and optionally ``split``: train, val, test, ood or ood:NAME.
 
-    All pictures are decoded once when the benchmark is made, so that none stops a training in the middle; after that a
-    picture is read whenever it is used. :func:`rmd_plugin.files.upright_rgb` says how.
+    All pictures are decoded once when the benchmark is made, so that a damaged one cannot stop the training later;
+    afterwards each is read when it is used. :func:`rmd_plugin.files.upright_rgb` says how.
 
     Args:
         on_bad: what to do with pictures that cannot be read: ``refuse`` the data and list them, or list and ``skip``

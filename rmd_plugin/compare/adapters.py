@@ -11,7 +11,7 @@ head             ``fit`` on a loader of features, the head as the model     ``pr
 inputs           ``fit`` on a loader of inputs, the network as the model    ``predict`` on inputs, with gradients
 ===============  =========================================================  ========================================
 
-:func:`build` makes a detector from its class with what a network offers, :func:`adopt` takes one that somebody else
+:func:`build` makes a detector from its class with what a network offers, :func:`adopt` takes one that other code
 has made. A new detector is a line in ``_FED``, if its base class does not say what it is fed. The framework names the
 parameters of its detectors by a convention (``encoder``, ``head``, ``model``, ``w``, ``b``), so the names tell what to
 give.
@@ -161,7 +161,7 @@ class Adapter:
 
 
 def adopt(detector: Detector) -> Adapter:
-    """A detector that somebody else has made: what it is fed follows from what it offers.
+    """A detector that was made elsewhere: what it is fed follows from its methods.
 
     One that is neither on features nor on logits has a network of its own, so it gets inputs.
     """
@@ -366,7 +366,7 @@ def _layer_by_layer(
 ) -> dict[str, Any]:
     """The network in the parts that a detector on inner layers calls one after the other."""
     if parts.encoder is None or parts.sample is None:
-        raise NotSupported("needs feature maps of inner layers, which nobody keeps here")
+        raise NotSupported("needs feature maps of inner layers, which are not kept here")
     layers = find_layers(parts.encoder, names, parts.sample)
     if issubclass(kind, framework.MultiMahalanobis):  # has no use for a classifier
         return {"model": LayerChain(parts.encoder, layers).links}
@@ -448,7 +448,7 @@ def _run_recording(network: nn.Module, layers: Mapping[str, nn.Module], x: Any) 
     def record(name: str, module: nn.Module, _: Any, output: Any) -> None:
         tensor = output[0] if isinstance(output, (tuple, list)) and output else output
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.ndim > 1:
-            outputs[name] = tensor.detach().clone()  # the network may go on in place
+            outputs[name] = tensor.detach().clone()  # the network may continue in place
 
     with torch.no_grad(), ExitStack() as hooks:
         for name, layer in layers.items():

@@ -167,8 +167,8 @@ class OODScores(ScoreMetric):
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
         """Add what another metric of the same OOD sets has seen."""
         if isinstance(incoming_state, OODScores) and incoming_state.ood != self.ood:
-            mine, theirs = ", ".join(self.ood), ", ".join(incoming_state.ood)
-            raise ValueError(f"the scores are of the OOD sets {mine}, but those to merge are of {theirs}.")
+            own, other = ", ".join(self.ood), ", ".join(incoming_state.ood)
+            raise ValueError(f"the scores are of the OOD sets {own}, but those to merge are of {other}.")
         super().merge_state(incoming_state)
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:

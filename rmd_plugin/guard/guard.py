@@ -122,11 +122,11 @@ class _ChannelsFirst(nn.Module):
 
 
 class Guard:
-    """A classifier that says when it does not know: score, p-value, decision and class of anything that is shown to it.
+    """A classifier with an OOD detector: score, p-value, decision and class of each input.
 
-    ``rmd-fit`` makes one and ``rmd-score`` uses it; in Python, ``Guard.load(folder)`` does. What it takes follows from
-    how it was made: pictures (a path, a PIL image, an array (H, W, 3) of uint8, a tensor (3, H, W)), texts, or vectors
-    of features. A list or a batch of these gives a verdict on each.
+    ``rmd-fit`` writes one, ``rmd-score`` and ``Guard.load(folder)`` use it. Depending on the data that it was fitted
+    on, inputs are images (a path, a PIL image, an array (H, W, 3) of uint8, a tensor (3, H, W)), texts, or vectors of
+    features. A list or a batch of inputs gives one verdict each.
 
     Args:
         backbone: the network with its head, a :class:`rmd_plugin.backbones.Backbone` or a module with ``.encoder`` and
@@ -135,7 +135,7 @@ class Guard:
         class_names: names of the classes, as many as the head has.
         transform: raw picture or text to input of the network; None if inputs are tensors.
         input_shape: shape of one input, where there is no transform.
-        about: what else is to stand in ``guard.json``: metrics, data, command.
+        about: further entries of ``guard.json``: metrics, data, command.
         threshold: the score above which an item is flagged; by default that of the detector's alpha.
 
     Example:
@@ -317,7 +317,7 @@ class Guard:
 
         Args:
             folder: of the guard.
-            backbone: the network of a guard that was made with a class of one's own; its weights are taken from the
+            backbone: the network of a guard whose network class is not of this package; its weights are taken from the
                 folder.
             device: where it is to run.
 

@@ -1,6 +1,6 @@
 """Score any number of pictures, texts or features with a guard, into a folder that survives a kill.
 
-    score.json       guard, inputs and alpha: what must be the same to go on
+    score.json       guard, inputs and alpha: what must be the same to resume
     scores.csv.part  rows so far, in the order of the inputs; a kill may cut its last line
     scores.csv       all rows at the end; scores.parquet the same with types
 
@@ -178,7 +178,7 @@ def score_items(
 ) -> Progress:
     """Score all items into ``scores.parquet`` and ``scores.csv`` of a folder.
 
-    Ctrl-C ends the run early: what was scored is in both files. A run that was stopped or killed goes on with
+    Ctrl-C ends the run early: what was scored is in both files. A run that was stopped or killed continues with
     ``resume=True`` behind the rows that it has written; items that appeared in between are scored too.
 
     Args:
@@ -188,7 +188,7 @@ def score_items(
         alpha: share of false alarms; by default the guard's.
         batch_size: items that are judged together.
         num_workers: processes that read and prepare the items.
-        resume: go on in a folder of the same guard, inputs and alpha.
+        resume: continue in a folder of the same guard, inputs and alpha.
 
     Raises:
         ValueError: if the folder cannot be used.
@@ -203,7 +203,7 @@ def score_items(
     settings |= {"inputs": list(map(os.path.abspath, inputs.paths)), "column": inputs.column, "id": inputs.id}
     if folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir()):
         if not resume:
-            raise ValueError(f"{folder} is not empty. Give another out=FOLDER, or resume=true to go on there.")
+            raise ValueError(f"{folder} is not empty. Give another out=FOLDER, or resume=true to continue there.")
         earlier = json.loads((folder / SETTINGS).read_text())
         if changed := [name for name in settings if earlier.get(name) != settings[name]]:
             raise ValueError(f"resume=true in {folder} with another {changed[0]}. Give another out=FOLDER.")
@@ -214,7 +214,7 @@ def score_items(
             with replacing(folder / SETTINGS) as file:
                 json.dump(settings, file, indent=1)
             if not part.exists() and (folder / TABLE).exists():
-                os.replace(folder / TABLE, part)  # a run that had ended goes on
+                os.replace(folder / TABLE, part)  # a finished run continues
             with name_file_in_errors(part), open(part, "a+", encoding="utf-8", newline="") as rows:
                 done = _count_whole_rows(rows, schema.names)
                 before = done.total()

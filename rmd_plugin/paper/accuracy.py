@@ -53,7 +53,7 @@ class AccuracyRecorder(Callback):
                 json.dump(self.points, file)
 
     def state_dict(self) -> dict[str, Any]:
-        """The points, so that a training that goes on keeps them."""
+        """The points, so that a resumed training keeps them."""
         return {"points": self.points}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -201,8 +201,8 @@ def paired_figure(numbers: pd.DataFrame, title: str) -> Figure:
     figure = Figure(figsize=(12.0, 1.9 + 0.86 * len(groups)))
     axes = figure.subplots()
     names = []
-    for place, (line, group) in enumerate(groups):
-        upper, lower = -place + 0.26, -place - 0.26
+    for row, (line, group) in enumerate(groups):
+        upper, lower = -row + 0.26, -row - 0.26
         for item in group.itertuples():
             shade = colour(item.detector)
             # a number that is missing is not drawn, nor the line to it
@@ -219,12 +219,12 @@ def paired_figure(numbers: pd.DataFrame, title: str) -> Figure:
             axes.annotate(f"paper: {order(ranking.paper)}", (1.015, upper), annotation_clip=False, **beside)
             text = f"{'=' if ranking.same else '≠'} ours: {order(ranking.ours)}" if ranking.ours else ""
             axes.annotate(text, (1.015, lower), annotation_clip=False, **beside)
-    axes.set_yticks([-place for place in range(len(groups))], names, fontsize=SMALL - 1)
+    axes.set_yticks([-row for row in range(len(groups))], names, fontsize=SMALL - 1)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(-len(groups) + 0.45, 0.55)
     axes.set_xlabel("AUROC (%), paper (hollow) above ours")
-    for place in range(1, len(groups)):
-        axes.axhline(0.5 - place, color="#E3E3E3", linewidth=1.0)
+    for row in range(1, len(groups)):
+        axes.axhline(0.5 - row, color="#E3E3E3", linewidth=1.0)
     axes.grid(axis="x")
     for name in numbers["detector"].unique():
         axes.plot([], [], "o", color=colour(name), label=label(name))

@@ -1,7 +1,7 @@
 """One call of ``rmd-reproduce``: experiments, studies, figures, the document.
 
 An experiment is a run folder: run once by the job of ``rmd-train``, and read. A finished one is not run again; an
-unfinished one goes on from its last checkpoint. Studies share runs, and features lie in a cache.
+unfinished one resumes from its last checkpoint. Studies share runs, and features lie in a cache.
 """
 
 from __future__ import annotations
@@ -126,14 +126,14 @@ def paper_line(cfg: DictConfig) -> str:
 def describe(cfg: DictConfig, shape: tuple[int, ...], rows: pd.DataFrame) -> str:
     """What was run, in a few words: backbone, data (training features of shape (N, D)), training, accuracy."""
     model = f" ({cfg.backbone.name})" if cfg.backbone.get("name") else ""
-    parts = [f"{cfg.names.backbone}{model}, D={shape[1]}", f"{shape[0]:,} training samples"]
+    descriptions = [f"{cfg.names.backbone}{model}, D={shape[1]}", f"{shape[0]:,} training samples"]
     if cfg.pretrain:
-        parts.append(f"{cfg.pretrain.max_epochs} epochs of masked tokens")
+        descriptions.append(f"{cfg.pretrain.max_epochs} epochs of masked tokens")
     if cfg.train:
         steps, epochs = cfg.trainer.get("max_steps") or -1, cfg.trainer.max_epochs
-        parts.append(f"{steps:,} steps" if steps > 0 else "1 epoch" if epochs == 1 else f"{epochs} epochs")
-    parts += [f"accuracy {100 * value:.1f} %" for value in select(rows, metric=ACCURACY, status="ok")["value"]]
-    return ", ".join(parts)
+        descriptions.append(f"{steps:,} steps" if steps > 0 else "1 epoch" if epochs == 1 else f"{epochs} epochs")
+    descriptions += [f"accuracy {100 * value:.1f} %" for value in select(rows, metric=ACCURACY, status="ok")["value"]]
+    return ", ".join(descriptions)
 
 
 class Reproduction:

@@ -55,7 +55,7 @@ _PANEL = (6.0, 3.9)
 
 #: detectors that have a colour and a name in one figure
 NAMED = 12
-#: up to which level of false alarms calibration is drawn: beyond, nobody decides
+#: up to which level of false alarms calibration is drawn: larger ones are not used in practice
 _LEVELS = 0.2
 #: scores further from the bulk than so many times its width are counted in the outermost bins
 _REACH = 5.0
@@ -100,8 +100,8 @@ def detector_style(detector: str) -> dict[str, Any]:
     A detector that is not in the table has the last dash, in a colour that depends on its name alone.
     """
     known, colours = list(LABELS), list(PALETTE.values())
-    place = known.index(detector) if detector in LABELS else len(known) + crc32(detector.encode()) % len(colours)
-    dash, number = divmod(place, len(colours))
+    index = known.index(detector) if detector in LABELS else len(known) + crc32(detector.encode()) % len(colours)
+    dash, number = divmod(index, len(colours))
     return {"color": colours[number], "linestyle": DASHES[dash]}
 
 
@@ -188,8 +188,8 @@ def histogram_figure(
     figure, grid = new_panels(len(chosen), (5.0, 3.8), columns=3, title=title)
     for axes, detector in zip(grid, chosen, strict=True):
         names = [ID, *(name for name in near_first(distances) if name in scores[detector])]
-        mine = {name: scores[detector][name] for name in names if np.isfinite(scores[detector][name]).any()}
-        histogram_panel(axes, mine, colours, "score, higher = more OOD")
+        finite = {name: scores[detector][name] for name in names if np.isfinite(scores[detector][name]).any()}
+        histogram_panel(axes, finite, colours, "score, higher = more OOD")
         alpha, threshold = tables.decision_of(rows, detector)
         if axes.get_xlim()[0] < threshold < axes.get_xlim()[1]:
             axes.axvline(threshold, color="black", linewidth=1.2, linestyle=DASHES[1])
@@ -249,7 +249,7 @@ def calibration_figure(
     false alarms than were promised. By default :func:`choose_detectors` says which are drawn.
     """
     chosen = choose_detectors(rows) if detectors is None else detectors
-    pairs = {name: (mine[CALIBRATION], mine[ID]) for name in chosen if CALIBRATION in (mine := scores.get(name, {}))}
+    pairs = {name: (sets[CALIBRATION], sets[ID]) for name in chosen if CALIBRATION in (sets := scores.get(name, {}))}
     if not pairs:
         return None
     size, tested = map(len, next(iter(pairs.values())))
@@ -311,11 +311,11 @@ def epochs_figure(
     named = [name for name in detectors or drawn if name in drawn][:NAMED]
     figure, grid = new_panels(len(sets), _PANEL, columns=3)
     for axes, ood in zip(grid, sets, strict=True):
-        mine = rows[rows["ood"] == ood]
+        set_rows = rows[rows["ood"] == ood]
         # several validations within an epoch need a finer scale
-        by_epoch = mine["epoch"].nunique() == len(mine[["epoch", "step"]].drop_duplicates())
+        by_epoch = set_rows["epoch"].nunique() == len(set_rows[["epoch", "step"]].drop_duplicates())
         for name in sorted(drawn, key=lambda name: name in named):
-            curve = mine[mine["detector"] == name]
+            curve = set_rows[set_rows["detector"] == name]
             look = {**detector_style(name), "label": label(name)} if name in named else {"color": QUIET}
             # a line through few points shows them; through many they would hide it
             marker = "o" if len(curve) <= 25 else ""

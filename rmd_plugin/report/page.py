@@ -80,7 +80,7 @@ def preview(item: Any, alt: str) -> Picture | str | None:
         item = np.moveaxis(item, 0, -1) if item.ndim == 3 else item
     if not isinstance(item, np.ndarray) or not item.size:
         return None
-    # normalised numbers are left out: nobody says what is black
+    # normalised numbers are left out: what is black is unknown
     if item.dtype.kind == "f" and item.min() >= 0 and item.max() <= 1:
         item = np.rint(255 * item).astype(np.uint8)
     item = np.squeeze(item, 2) if item.shape[2:] == (1,) else item
@@ -125,10 +125,10 @@ def collect_samples(
     for name, title, end in wanted:
         values = scores[leader].get(name, np.empty(0))
         cards = []
-        for place in np.argsort(ends[end] * values, kind="stable")[:_COUNT]:
-            item, of_class = raw(name, int(place))
-            score, shown = float(values[place]), preview(item, f"Sample {place} of {name}")
-            cards.append(make_card(of_class or f"no. {place}", [f"score {number(score)}"], score > threshold, shown))
+        for index in np.argsort(ends[end] * values, kind="stable")[:_COUNT]:
+            item, of_class = raw(name, int(index))
+            score, shown = float(values[index]), preview(item, f"Sample {index} of {name}")
+            cards.append(make_card(of_class or f"no. {index}", [f"score {number(score)}"], score > threshold, shown))
         if cards:
             groups.append({"title": f"{title}: {end}", "cards": cards})
     visible = any(card["picture"] or card["text"] for group in groups for card in group["cards"])
@@ -328,9 +328,9 @@ def _score_pictures(summary: ScoreSummary, run: ScoringRun) -> list[Picture]:
         p_axes.axhline(len(scores) / _P_BINS, color="black", linewidth=1.4, label="if all were in-distribution")
         axes.set(xlim=(edges[0], edges[-1]), xlabel="score, higher = more OOD", ylabel="samples")
         p_axes.set(xlim=(0.0, 1.0), xlabel="p-value, lower = more OOD", ylabel="samples")
-        for panel, place, name in ((axes, run.threshold, "threshold"), (p_axes, run.alpha, f"α = {run.alpha:g}")):
-            if math.isfinite(place):
-                panel.axvline(place, color="black", linewidth=1.2, linestyle=DASHES[1], label=name)
+        for panel, value, name in ((axes, run.threshold, "threshold"), (p_axes, run.alpha, f"α = {run.alpha:g}")):
+            if math.isfinite(value):
+                panel.axvline(value, color="black", linewidth=1.2, linestyle=DASHES[1], label=name)
             panel.locator_params(axis="both", nbins=6)
             # above the panel, where no bar can be behind it
             panel.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.2)

@@ -277,8 +277,8 @@ def _heading(rows: pd.DataFrame) -> str:
 
 def numbers_of(rows: pd.DataFrame, detectors: Sequence[str], metric: str, ood: str = "") -> pd.DataFrame:
     """Columns value, low and high of a metric, a line for each detector; NaN where it is missing."""
-    mine = select(rows, metric=metric, ood=ood, status="ok").drop_duplicates("detector").set_index("detector")
-    return mine[["value", "low", "high"]].reindex(detectors)
+    numbers = select(rows, metric=metric, ood=ood, status="ok").drop_duplicates("detector").set_index("detector")
+    return numbers[["value", "low", "high"]].reindex(detectors)
 
 
 def decision_of(rows: pd.DataFrame, detector: str) -> tuple[float, float]:
@@ -432,7 +432,7 @@ def choose(rows: pd.DataFrame, scores: Scores | None = None) -> Choice | None:
     judged = judged_sets(rows)
     names = [name for name, distance in sets.items() if judged == "all" or distance == "near"]
     best = ranked[0]
-    scored = {name: mine for name, mine in (scores or {}).items() if name in ranked and {ID, *names} <= set(mine)}
+    scored = {name: by_set for name, by_set in (scores or {}).items() if name in ranked and {ID, *names} <= set(by_set)}
     rivals = _rivals(best, scored, names, ranked) if best in scored else None
     alpha, _ = decision_of(rows, best)
     alarms = numbers_of(rows, [best], at_level(FALSE_ALARMS, alpha)).loc[best]
@@ -457,15 +457,16 @@ def _rivals(best: str, scores: Scores, names: Sequence[str], ranked: Sequence[st
     quantile = NormalDist().inv_cdf(1 - 0.05 / max(2, len(scores) * (len(scores) - 1)))
     # the ID samples are those of every set, so their shares are averaged; the OOD samples are each set's own
     shares = {}
-    for detector, mine in scores.items():
-        of_id, of_ood = zip(*(placements(mine[ID], mine[name]) for name in names), strict=True)
+    for detector, by_set in scores.items():
+        of_id, of_ood = zip(*(placements(by_set[ID], by_set[name]) for name in names), strict=True)
         shares[detector] = [np.mean(of_id, axis=0), *(part / len(names) for part in of_ood)]
     rivals = []
     for other in ranked:
         if other in shares and other != best:
-            apart = [mine - theirs for mine, theirs in zip(shares[best], shares[other], strict=True)]
-            error = math.sqrt(sum(part.var(ddof=1) / len(part) if len(part) >= _FEW else math.inf for part in apart))
-            if abs(apart[0].mean()) <= quantile * error:
+            differences = [first - second for first, second in zip(shares[best], shares[other], strict=True)]
+            variances = [part.var(ddof=1) / len(part) if len(part) >= _FEW else math.inf for part in differences]
+            error = math.sqrt(sum(variances))
+            if abs(differences[0].mean()) <= quantile * error:
                 rivals.append(other)
     return rivals
 
