@@ -189,7 +189,7 @@ def test_a_state_of_another_detector_or_format_is_refused(blobs):
         (RMD().load_state_dict, {"weights": torch.zeros(1)}, "not the state"),
         (load_detector, state | {"format": 99}, "format 99"),
         (load_detector, state | {"detector": "ClassMoments"}, "ClassMoments"),
-        (Calibrated.from_state, state, "calibrated"),
+        (Calibrated.from_state, state, "Calibrated"),
     ):
         with pytest.raises(ValueError, match=key):
             load(content)
