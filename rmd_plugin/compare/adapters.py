@@ -36,7 +36,7 @@ from pytorch_ood.api import Detector, FeatureMapsDetector, FeaturesDetector, Gra
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rmd_plugin.detectors.conformal import bare
+from rmd_plugin.detectors.conformal import bare, score_finite
 from rmd_plugin.detectors.detectors import StatefulDetector, evaluating
 
 #: a detector class, or a partial of one with its options
@@ -77,8 +77,8 @@ class Encoded:
         if representation is _INPUTS:
             return self.inputs
         if representation is _MAPS:
-            return self.features.float()[:, :, None, None]  # as the framework documents it for pooled features
-        return self.features.float() if representation is _HEAD else self.features
+            return self.features[:, :, None, None]  # as the framework documents it for pooled features
+        return self.features
 
 
 class Representation(Enum):
@@ -141,7 +141,8 @@ class Adapter:
         else:
             values, labels = data.take(self.fitted_on), cast(Tensor, data.labels)
             if not isinstance(bare(detector), StatefulDetector):
-                values, labels = values.cpu(), labels.cpu()  # the framework fits on the CPU, partly with numpy
+                # the framework fits on the CPU, partly with numpy, and its weights are float32
+                values, labels = values.cpu().float(), labels.cpu()
             if self.fitted_on is _HEAD:
                 pairs = TensorDataset(values, labels)
                 detector.fit(DataLoader(pairs, _HEAD_BATCH, generator=torch.Generator()))
@@ -151,12 +152,14 @@ class Adapter:
     def score(self, values: Any) -> Tensor:
         """OOD scores, shape (B,), of what :meth:`Encoded.take` gives for :attr:`scored_on`; higher is more OOD."""
         predict = getattr(self.detector, f"predict{_ENDINGS.get(self.scored_on, '')}")
+        if self.scored_on is not _INPUTS and not isinstance(bare(self.detector), StatefulDetector):
+            values = values.float()
         if self.scored_on not in (_HEAD, _INPUTS):
             with torch.no_grad():
-                return predict(values)
+                return score_finite(predict, values)
         # such detectors may differentiate: copies made outside of inference mode can take part in autograd
         with torch.inference_mode(False), torch.enable_grad():
-            scores = predict(apply_to_collection(values, Tensor, torch.clone))
+            scores = score_finite(predict, apply_to_collection(values, Tensor, torch.clone))
         return scores.detach() if isinstance(scores, Tensor) else scores
 
 
@@ -212,6 +215,7 @@ class NetworkParts:
     text_embeddings: Tensor | None = field(default=None, repr=False)
     seed: int = 0  #: for detectors that have one
     progress: bool = False  #: whether detectors that train show a bar
+    remedy: str = "head=linear_probe fits one"  #: what to do where there is no head
 
 
 def detector_class(factory: object) -> type[Detector] | None:
@@ -277,7 +281,7 @@ def _arguments(
     if fed is _INPUTS and parts.encoder is None and parts.model is None:
         raise NotSupported(_MISSING["encoder"])
     if parts.head is None and (fed is _HEAD or (fed is _LOGITS and not parts.has_logits)):
-        raise NotSupported(_MISSING["head"])
+        raise NotSupported(_NO_HEAD.format(remedy=parts.remedy))
     values = _values(parts, fed)
     # null in a config: as the backbone has it
     arguments = {name: value for name, value in options.items() if value is not None or name not in values}
@@ -304,15 +308,15 @@ def _arguments(
             arguments[name] = None  # it is handed what they would give
         elif required:
             needed = f"needs {name}, which no backbone gives: set it in the detector's config"
-            raise NotSupported(_MISSING.get(name, needed))
+            raise NotSupported(_MISSING.get(name, needed).format(remedy=parts.remedy))
     return arguments
 
 
-_NO_HEAD = "needs a classifier, and there is no linear head: head=linear_probe fits one"
+_NO_HEAD = "needs a classifier, and there is no linear head: {remedy}"
 #: parameter -> why a detector that needs it is not supported without it
 _MISSING = {
     "encoder": "needs the inputs and the network, only features are there",
-    **dict.fromkeys(("head", "w", "b", "model"), _NO_HEAD),
+    **dict.fromkeys(("head", "w", "b", "model", "d"), _NO_HEAD),
     "text_embeddings": "needs text embeddings of the class names, from a vision-language backbone",
     "weights": "needs class weights, which come from training with the VOS loss",
 }
@@ -371,7 +375,7 @@ def _layer_by_layer(
     if issubclass(kind, framework.MultiMahalanobis):  # has no use for a classifier
         return {"model": LayerChain(parts.encoder, layers).links}
     if network is None:
-        raise NotSupported(_NO_HEAD)
+        raise NotSupported(_NO_HEAD.format(remedy=parts.remedy))
     if issubclass(kind, framework.Gram):
         chain = LayerChain(network, layers)
         return {"head": chain.head, "feature_layers": chain.links}

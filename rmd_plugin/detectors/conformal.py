@@ -778,7 +778,7 @@ class Calibrated(Detector):
                 return self.detector.scored_classes(values)
         differentiates, parts = isinstance(self.detector, GradientDetector), vars(self.detector).values()
         with evaluating(*parts), torch.inference_mode(False), torch.set_grad_enabled(differentiates):
-            scores = _score_finite(predict, values) if isinstance(values, Tensor) else predict(values)
+            scores = score_finite(predict, values)
         if scores.ndim != 1 or (isinstance(values, Tensor) and len(scores) != len(values)):
             raise ValueError(f"a decision needs one score for each sample, got shape {tuple(scores.shape)}.")
         if not self.per_class:
@@ -852,11 +852,13 @@ class Calibrated(Detector):
         return CalibratedScore(score, calibration, self.alpha, known, folds).eval()
 
 
-def _score_finite(predict: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+def score_finite(predict: Callable[[Any], Tensor], values: Any) -> Tensor:
     """Scores of a batch; NaN for samples with NaN or infinite values, which some detectors refuse."""
+    if not isinstance(values, Tensor):
+        return predict(values)
     values = values.clone() if values.is_inference() else values
-    finite = values.reshape(len(values), -1).isfinite().all(1) if values.is_floating_point() else None
-    if finite is None or bool(finite.all()):
+    finite = values.isfinite().unsqueeze(-1).flatten(1).all(1)
+    if bool(finite.all()):
         return predict(values)
     scores = torch.full((len(values),), torch.nan, device=values.device)
     if bool(finite.any()):

@@ -238,6 +238,7 @@ class OODMonitor(Callback):
         limit = trainer.limit_test_batches if self._stage == "test" else trainer.limit_val_batches
         limit = limit if self.limit_ood_batches is None else self.limit_ood_batches
         place = (trainer.global_rank, trainer.world_size)
+        check_set_names((*ood, *dict.fromkeys(self.ood_dataloaders.values()), UNKNOWN))
         self._ood_shares = {
             name: Share(loader, *place, limit, seed=self.seed, rebuild=False) for name, loader in ood.items()
         }
@@ -261,8 +262,17 @@ class OODMonitor(Callback):
         linear = [name for name, layer in layers.items() if is_linear(layer)]
         head = next((h for h in (encoder.head, self._saved.get("head"), *linear[::-1]) if h in layers), None)
         layer = as_linear(layers[head]) if encoder.by_head and head else None
+        layer = layer and layer.float()  # as the features are, whatever the precision of the module is
         width, classes = (None, None) if layer is None else (layer.in_features, layer.out_features)
-        parts = adapters.NetworkParts(width, classes, head=layer, has_logits=True, model=encoder.target, seed=self.seed)
+        parts = adapters.NetworkParts(
+            width,
+            classes,
+            head=layer,
+            has_logits=True,
+            model=encoder.target,
+            seed=self.seed,
+            remedy=f"name a linear layer by head= ({encoder.candidates})",
+        )
         # copies of weights that are made in inference mode could not take part in autograd
         with isolated_rng(self.seed), torch.inference_mode(False):
             for name in names:
@@ -302,6 +312,9 @@ class OODMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add what was recorded to the stream."""
+        if not any(watched.adapter.fitted_on for watched in self._watched.values()):
+            with suppress(Exception):  # then no fit tells which classes there are
+                self._classes |= set(self._encoder.labels_of(batch).tolist())
         if self.refit != "stream" or not self._due(trainer):
             return
         stream = self._stream = self._stream or Fit(self._watched, pl_module.device)
@@ -368,9 +381,17 @@ class OODMonitor(Callback):
                 fit.fail(error)
         if self._encoder.by_head:
             self._told.info(f"OODMonitor: the head is {self.head!r}; its input is the features.")
-        self._build(names)
+        broken = dict[str, str]()
+        for name in names:
+            try:
+                self._build([name])
+            except Exception as error:  # some compute with the head, which may have become NaN
+                broken[name] = reason_of(error)
+                if name not in fit.keys:
+                    self._complain(f"{name} could not be built in epoch {trainer.current_epoch}. {broken[name]}")
         shared = time.perf_counter() - start
         for name, seconds, problem in fit.finish(trainer.lightning_module, self.seed):
+            problem = broken.get(name, problem)
             self._record(trainer, name, "", "fit_seconds", shared + seconds)
             reason = f"could not be fitted in epoch {trainer.current_epoch}. {problem}"
             self._watched[name].problem = f"it {reason}" if problem else ""
@@ -391,7 +412,6 @@ class OODMonitor(Callback):
         loaders: Any = trainer._active_loop._combined_loader  # type: ignore[union-attr]
         named = [] if self._stage == "predict" else self.ood_dataloaders.items()
         sets = [*self._ood_shares, *dict.fromkeys(ood for index, ood in named if index < len(loaders.flattened))]
-        check_set_names((*sets, UNKNOWN))
         if not self._due(trainer):
             # ModelCheckpoint and EarlyStopping end the training if the metric that they monitor is missing: they see
             # the last values, or NaN before the first; loggers get none
@@ -507,9 +527,10 @@ class OODMonitor(Callback):
         is_id, unknown = (source >= 0) & ~(labels < 0), (source >= 0) & (labels < 0)
         problems = [f"the OOD set {ood!r} failed: {reason}" for ood, reason in broken.items()]
         problems += [f"{name!r} failed to score: {reason}" for name, reason in errors.items() if reason]
+        known = set().union(*fitting.gathered(self._classes))
         for index in source[is_id].unique().tolist():
             classes = set(labels[(source == index) & (labels >= 0)].tolist())
-            if classes and self._classes and not classes & self._classes:
+            if classes and known and not classes & known:
                 is_id &= source != index
                 problems.append(
                     f"no training sample has a label of dataloader {index:g}, so its samples do not count as ID. If "
@@ -572,7 +593,10 @@ class OODMonitor(Callback):
         for column, (name, watched) in enumerate(self._watched.items(), start=3):
             scores, calibration = rows[:, column].contiguous(), watched.calibrated.calibration
             table[f"{name}/score"] = scores.numpy()
-            if calibration is not None:
+            if calibration is not None and name in errors:
+                table[f"{name}/p_value"] = scores.numpy() * math.nan
+                table[f"{name}/is_ood"] = pd.array([pd.NA] * len(scores), "boolean")
+            elif calibration is not None:
                 self.drift_alarms[name] = alarm = DriftAlarm(calibration.scores)
                 if alarm.update(scores.masked_fill(scores.isnan(), math.inf)):
                     rank_zero_info(f"OODMonitor: the scores of {name!r} have changed since about sample {alarm.since}.")
@@ -580,8 +604,12 @@ class OODMonitor(Callback):
                 table[f"{name}/is_ood"] = calibration.is_ood(scores, alpha=watched.calibrated.alpha).numpy()
         self.predictions = pd.DataFrame(table)
         if self.predictions_path is not None and trainer.is_global_zero:
-            with replacing(self.predictions_path, "wb") as file:
-                self.predictions.to_parquet(file)
+            try:
+                Path(self.predictions_path).parent.mkdir(parents=True, exist_ok=True)
+                with replacing(self.predictions_path, "wb") as file:
+                    self.predictions.to_parquet(file)
+            except OSError as error:
+                self._complain(f"the predictions could not be written. {reason_of(error)}")
         for name, reason in errors.items():
             self._complain(f"{name!r} failed to score: {reason}")
 
@@ -816,5 +844,5 @@ def check_weights(module: nn.Module, saved: Mapping[str, Tensor], path: Any) -> 
         if others and not any(value.shape == other.shape and torch.equal(value, other.to(value)) for other in others):
             raise ValueError(
                 f"{name!r} of {type(module).__name__} differs from the weights in {str(path)!r}, which the detectors "
-                f"were fitted to. Load them first: {type(module).__name__}.load_from_checkpoint({str(path)!r})."
+                "were fitted to. Load them first, by load_from_checkpoint or load_state_dict."
             )

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from lightning_fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -219,7 +220,7 @@ class BatchEncoder:
         try:
             module.get_submodule(head or encoder or "")
         except AttributeError as error:
-            raise EncodingError(f"{error}. {self._candidates()}") from error
+            raise EncodingError(f"{error}. Candidates: {self.candidates}.") from error
         self.by_head = encoder is None  #: whether the features are the input of the head
         self._recording = False  # compiled code may hold the hooks after they are removed
         self._calls: list[Call] = []
@@ -284,18 +285,8 @@ class BatchEncoder:
         Raises:
             EncodingError: if nobody can tell the features from what was recorded.
         """
-        calls, (inputs, labels) = self.stop(), split_batch(batch)
-        if not labelled:
-            labels = None
-        elif self._labels is not None:
-            labels = self._labels(batch)
-        if labels is not None:
-            try:
-                labels = torch.as_tensor(labels).detach().as_subclass(Tensor)
-                labels = labels.flatten() if labels.ndim == 2 and labels.shape[1] == 1 else labels
-                labels = check_labels(labels, len(labels))
-            except (TypeError, ValueError) as error:
-                raise EncodingError(f"{error} Pass labels=, which takes them from the batch.") from error
+        calls, (inputs, _) = self.stop(), split_batch(batch)
+        labels = self.labels_of(batch) if labelled else None
         samples = [labels] if labels is not None else tree_leaves(inputs)
         size = next((len(leaf) for leaf in samples if isinstance(leaf, Tensor) and leaf.ndim), None)
         layers, around = list[Call](), list[Call]()  # those of the batch's size, the last call first
@@ -314,12 +305,28 @@ class BatchEncoder:
             raise EncodingError(
                 f"the features of {size} samples were not found at {self.head or self.encoder or 'any linear layer'}. "
                 "Name the layer behind the pooling by head=, or pass encoder=, forward=lambda module, batch: ..., "
-                f"or fit_loader= with batches (x, y). {self._candidates()}"
+                f"or fit_loader= with batches (x, y). Candidates: {self.candidates}."
             )
         features, logits = pair
         # one sigmoid output is no distribution over classes: detectors on logits would score all samples alike
         logits = None if logits is None or logits.shape[1] == 1 else widened(logits)
         return Encoded(features, logits, labels, model_input(inputs))
+
+    def labels_of(self, batch: Any) -> Tensor | None:
+        """Labels of a batch, shape (B,); None if it has none.
+
+        Raises:
+            EncodingError: if they are no integers, one for each sample.
+        """
+        labels = split_batch(batch)[1] if self._labels is None else self._labels(batch)
+        if labels is None:
+            return None
+        try:
+            labels = torch.as_tensor(labels).detach().as_subclass(Tensor)
+            labels = labels.flatten() if labels.ndim == 2 and labels.shape[1] == 1 else labels
+            return check_labels(labels, len(labels))
+        except (TypeError, ValueError) as error:
+            raise EncodingError(f"{error} Pass labels=, which takes them from the batch.") from error
 
     def _by_head(
         self, layers: list[Call], returned: list[Tensor], around: list[Tensor]
@@ -340,9 +347,10 @@ class BatchEncoder:
         self.head = name
         return pair
 
-    def _candidates(self) -> str:
-        names = [name for name, layer in self.module.named_modules() if is_linear(layer)]
-        return f"Candidates: {', '.join(names[:-13:-1])}."
+    @property
+    def candidates(self) -> str:
+        """Names of the linear layers, the last ones first."""
+        return ", ".join([name for name, layer in self.module.named_modules() if is_linear(layer)][:-13:-1])
 
     # -- running the module --------------------------------------------------------------------------------------------
 
@@ -389,7 +397,8 @@ class BatchEncoder:
         ways: dict[str, Callable[[], Any]] = {}
         module: Any = self.module
         if not isinstance(batch, Tensor) and overrides(module, "predict_step"):
-            ways["predict_step"] = partial(module.predict_step, batch, 0)
+            numbered = is_param_in_hook_signature(module.predict_step, "batch_idx", min_args=2)
+            ways["predict_step"] = partial(module.predict_step, batch, *([0] if numbered else []))
         target, (inputs, _) = module if self.target is None else self.target, split_batch(batch)
         if isinstance(inputs, Mapping):
             parameters = inspect.signature(target.forward).parameters
@@ -403,7 +412,10 @@ class BatchEncoder:
                 ways["unpacked"] = partial(target, *inputs)
         elif not ways:
             kind = f"{type(batch).__name__} of length {len(batch)}"
-            raise EncodingError(f"expected (x, y) or a dict, got a {kind}. Pass forward= and labels=, or fit_loader=.")
+            raise EncodingError(
+                f"expected (x, y) or a dict, got a {kind}. Pass forward= and labels=, or, if only the training batches "
+                "are such, fit_loader=."
+            )
         return ways
 
     @property

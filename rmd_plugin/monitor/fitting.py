@@ -204,7 +204,11 @@ class Watched:
 
     def __init__(self, spec: Any, alpha: float = 0.05) -> None:
         self.spec, self.alpha = spec, alpha
-        self.problem = "" if getattr(spec, "fitted", False) else "it is not fitted."  #: why it cannot score
+        self.problem = (
+            ""
+            if getattr(spec, "fitted", False)
+            else "it is not fitted. Pass ckpt_path= of a checkpoint with its fit, or fit_loader=."
+        )  #: why it cannot score
         if isinstance(spec, Detector):
             self.adapter = adapters.adopt(spec)
             self.calibrated = spec if isinstance(spec, Calibrated) else Calibrated(spec, alpha)
@@ -219,6 +223,7 @@ class Watched:
         elif not isinstance(self.spec, Detector):
             self.adapter = adapters.build(self.spec, parts)
             self.calibrated = Calibrated(self.adapter.detector, self.alpha)
+            self.problem = self.problem if self.adapter.detector.requires_fit else ""
 
     def restore(self, snapshot: dict[str, Any], *, resumes: bool) -> None:
         """Take over the fit of a checkpoint; if training goes on, only one with the same options."""

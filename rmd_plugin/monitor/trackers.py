@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped]
 from matplotlib.figure import Figure
+from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
 from rmd_plugin.report.figures import epochs_figure, histogram_figure, house_style, save_figure
@@ -44,20 +45,35 @@ def publish(
     figures = {f"histograms-{stage}": histogram_figure(arrays, detectors=list(arrays))}
     if stage == "fit":
         figures["auroc"] = epochs_figure([row for row in history if row["stage"] == "fit"])
-    for name, figure in figures.items():
-        with house_style():
-            others = [logger for logger in loggers if not _log_figure(logger, f"{prefix}/{name}", figure, step)]
-        for place in filter(None, [folder, *(getattr(logger, "log_dir", None) for logger in others)]):
-            Path(place).mkdir(parents=True, exist_ok=True)
-            save_figure(figure, Path(place) / name, formats=("png",))
     rows = [row for row in history if row["stage"] == stage and row["ood"] and row["step"] == step]
-    for logger in loggers if rows else ():
-        table = pd.DataFrame(rows).pivot_table("value", ["detector", "ood"], "metric", aggfunc="last", sort=False)
-        if hasattr(logger, "log_table"):  # W&B
-            logger.log_table(f"{prefix}/{stage}", dataframe=table.reset_index())
-        elif type(logger).__name__ == "MLFlowLogger":
-            file = f"{prefix}/{stage}.json"
-            logger.experiment.log_table(logger.run_id, data=table.reset_index(), artifact_file=file)
+    table = pd.DataFrame(rows)
+    if rows:
+        table = table.pivot_table("value", ["detector", "ood"], "metric", aggfunc="last", sort=False).reset_index()
+    places: list[Any] = [folder]
+    for logger in loggers:
+        try:
+            with house_style():
+                taken = [_log_figure(logger, f"{prefix}/{name}", figure, step) for name, figure in figures.items()]
+            places += [] if all(taken) else [getattr(logger, "log_dir", None)]
+            if rows:
+                _log_table(logger, f"{prefix}/{stage}", table)
+        except Exception as error:  # a lost connection, for example
+            rank_zero_warn(f"OODMonitor: {type(logger).__name__} got no figures. {type(error).__name__}: {error}")
+    for place in filter(None, places):
+        Path(place).mkdir(parents=True, exist_ok=True)
+        for name, figure in figures.items():
+            save_figure(figure, Path(place) / name, formats=("png",))
+
+
+def _log_table(logger: Any, key: str, table: pd.DataFrame) -> None:
+    """Hand a table to a logger that takes tables; it replaces the one before."""
+    if hasattr(logger, "log_table"):  # W&B
+        logger.log_table(key, dataframe=table)
+    elif type(logger).__name__ == "MLFlowLogger":
+        client, file = logger.experiment, f"{key}.json"
+        if file not in {artifact.path for artifact in client.list_artifacts(logger.run_id, str(Path(key).parent))}:
+            client.log_table(logger.run_id, data=table, artifact_file=file)  # later ones would be appended
+        client.log_text(logger.run_id, table.to_json(orient="split", index=False), file)
 
 
 def _log_figure(logger: Any, key: str, figure: Figure, step: int) -> bool:
