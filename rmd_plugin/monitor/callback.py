@@ -46,8 +46,6 @@ Spec = Detector | Callable[..., Detector]
 #: the first is for LightningCLI, which builds what is named by class
 Loader = DataLoader | Iterable[Any]
 
-#: what a network has to give to a loaded detector; to all others its own output
-PARTS = {Representation.FEATURES: "features", Representation.LOGITS: "logits"}
 #: the OOD set of samples that only their label below zero marks
 UNKNOWN = "unknown"
 #: of the states in checkpoints
@@ -292,7 +290,7 @@ class OODMonitor(Callback):
             return
         with closing(encode_share(trainer, self._encoder, self._sharing(trainer))) as batches:
             try:
-                Fit({}, pl_module.device).update(*next(batches))
+                next(batches)
             except EncodingError:
                 raise
             except Exception:  # data that cannot be read are told at the first fit
@@ -371,14 +369,9 @@ class OODMonitor(Callback):
         # a stream may have had no training batch since the last time
         fit = self._stream or Fit({name: self._watched[name] for name in names}, trainer.lightning_module.device)
         if self.refit == "pass" or self._stage != "fit":
-            try:
-                with closing(encode_share(trainer, self._encoder, self._sharing(trainer))) as batches:
-                    for batch in batches if fit.metrics else ():
-                        fit.update(*batch)
-            except Exception as error:
-                if runs_together(trainer):
-                    raise  # the others wait for this process
-                fit.fail(error)
+            with closing(encode_share(trainer, self._encoder, self._sharing(trainer), fail=fit.fail)) as batches:
+                for batch in batches if fit.metrics else ():
+                    fit.update(*batch)
         if self._encoder.by_head:
             self._told.info(f"OODMonitor: the head is {self.head!r}; its input is the features.")
         broken = dict[str, str]()
@@ -467,14 +460,11 @@ class OODMonitor(Callback):
         if evaluation is None:
             return
         for ood, share in self._ood_shares.items():
-            with closing(encode_share(trainer, self._encoder, share, labelled=False)) as batches:
-                try:
-                    for batch in batches:
-                        self._score(trainer, evaluation.sets[ood], *batch)
-                except Exception as error:
-                    if runs_together(trainer):
-                        raise
-                    evaluation.broken[ood] = reason_of(error)
+            problems: list[Exception] = []
+            for batch in encode_share(trainer, self._encoder, share, labelled=False, fail=problems.append):
+                self._score(trainer, evaluation.sets[ood], *batch)
+            if problems:
+                evaluation.broken[ood] = reason_of(problems[0])
         self._evaluation = None
         self._finish(trainer, evaluation)
 
@@ -755,9 +745,9 @@ class OODMonitor(Callback):
                 missing[name] = f"{error} (detectors=)"
                 continue
             if module is not None:  # its features, its logits, or the whole of it
-                part = PARTS.get(adapters.fed_with(type(detector.detector)))
-                encoding = Encoding(BatchEncoder(module, state["head"], state["encoder"]), part)
-                setattr(detector.detector, "encoder" if part == "features" else "model", encoding)
+                fed = adapters.fed_with(type(detector.detector))
+                encoding = Encoding(BatchEncoder(module, state["head"], state["encoder"]), fed)
+                setattr(detector.detector, "encoder" if fed is Representation.FEATURES else "model", encoding)
             loaded[name] = detector.detector if detector.calibration is None else detector
         for name, reason in missing.items():
             warnings.warn(f"the checkpoint does not hold {name!r}: {reason}", OODMonitorWarning, stacklevel=2)

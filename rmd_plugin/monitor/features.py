@@ -23,7 +23,7 @@ from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from rmd_plugin.compare.adapters import Encoded, EncodingError
+from rmd_plugin.compare.adapters import Encoded, EncodingError, Representation
 from rmd_plugin.detectors.detectors import evaluating
 from rmd_plugin.detectors.moments import check_labels, pool_features, widened
 
@@ -429,19 +429,16 @@ class BatchEncoder:
 class Encoding(nn.Module):
     """A network in evaluation mode as a map from inputs to features (B, D), logits (B, K), or its own output."""
 
-    def __init__(self, encoder: BatchEncoder, part: str | None) -> None:
+    def __init__(self, encoder: BatchEncoder, output: Representation) -> None:
         super().__init__()
-        self.module, self.part, self._encode = encoder.module, part, encoder
+        self.module, self.output, self._encode = encoder.module, output, encoder
 
     def forward(self, inputs: Any) -> Any:
         """Features or logits of a batch of inputs, without gradients; or what the network gives, with gradients."""
-        if self.part is None:
-            with evaluating(self.module):
-                return self.module(inputs)
-        values = getattr(self._encode(inputs, labelled=False), self.part)
-        if values is None:
-            raise EncodingError("the network gave no logits of shape (B, K), K >= 2, for this batch.")
-        return values
+        if self.output in (Representation.FEATURES, Representation.LOGITS):
+            return self._encode(inputs, labelled=False).take(self.output)
+        with evaluating(self.module):
+            return self.module(inputs)
 
 
 def overrides(module: nn.Module, method: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import ChainMap
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -22,6 +22,8 @@ from rmd_plugin.detectors.detectors import StatefulDetector
 from rmd_plugin.detectors.moments import check_labels
 from rmd_plugin.detectors.snapshot import restore_snapshot
 from rmd_plugin.monitor.features import BatchEncoder, visiting
+
+Fail = Callable[[Exception], None]
 
 #: strategies under which every process has the whole network; by name, for there are two roots of Lightning
 _REPLICATED = "SingleDeviceStrategy", "SingleDeviceXLAStrategy", "DDPStrategy"
@@ -148,11 +150,18 @@ def runs_together(trainer: Trainer) -> bool:
 
 
 def encode_share(
-    trainer: Trainer, encoder: BatchEncoder, share: Share, *, labelled: bool = True
+    trainer: Trainer, encoder: BatchEncoder, share: Share, *, labelled: bool = True, fail: Fail | None = None
 ) -> Generator[tuple[Encoded, Tensor, slice], None, None]:
     """The batches of a share, encoded as the trainer runs them, the positions of their samples, and those that count.
 
     The module and the random states are afterwards as they were. Close the iterator if you leave it early.
+
+    Args:
+        trainer: runs the module.
+        encoder: of the module.
+        share: this process's.
+        labelled: whether the batches must have labels; without, they are not read.
+        fail: is told of an error, which ends the batches, unless the other processes wait for this one.
     """
     if runs_together(trainer) and not is_map_style(share.source):
         raise EncodingError("under FSDP2 all processes need equally many batches: pass a map-style DataLoader.")
@@ -168,8 +177,14 @@ def encode_share(
                 batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
                 with trainer.precision_plugin.forward_context():
                     encoded = encoder(batch, labelled=labelled)
+                if labelled and encoded.labels is None:
+                    raise EncodingError("the batches to fit on have no labels. Pass labels=, or another fit_loader=.")
                 yield encoded, torch.arange(seen, seen + len(encoded)) * share.world + share.rank, keep
                 seen += len(encoded)
+        except Exception as error:
+            if fail is None or runs_together(trainer):
+                raise
+            fail(error)
         finally:
             trainer.training = training
 
@@ -305,13 +320,7 @@ class Fit:
             self.metrics.setdefault(key, metric)
 
     def update(self, encoded: Encoded, positions: Tensor, keep: Tensor | slice = slice(None)) -> None:
-        """Add the samples to keep of a batch; ``positions`` is their order over all processes, shape (B,).
-
-        Raises:
-            EncodingError: if the batch has no labels.
-        """
-        if encoded.labels is None:
-            raise EncodingError("the batches to fit on have no labels. Pass labels=, or another fit_loader=.")
+        """Add the samples to keep of a batch; ``positions`` is their order over all processes, shape (B,)."""
         encoded, positions = encoded.select(keep), positions[keep]
         for key, metric in self.metrics.items() if len(encoded) else ():
             if key not in self._errors:
