@@ -750,17 +750,24 @@ class Calibrated(Detector):
     # -- scores and classes -------------------------------------------------------------------------------------------
 
     def _represent(self, x: Any) -> tuple[_Kind, Any]:
-        """What is scored in place of inputs, if their class is needed too, or several detectors score them."""
-        return self._encode(x) if self.per_class or self.fold_detectors else ("inputs", to_device(x, self.device))
+        """What is scored in place of inputs: features or logits, if the detector is on these and has the network."""
+        on_parts = isinstance(self.detector, (FeaturesDetector, LogitsDetector)) and self._network()[1] is not None
+        encoded = on_parts or self.per_class or self.fold_detectors
+        return self._encode(x) if encoded else ("inputs", to_device(x, self.device))
+
+    def _network(self) -> tuple[_Kind, Network | None]:
+        """What the detector is fed with, and the network that gives it."""
+        on_logits = isinstance(self.detector, LogitsDetector)
+        network = getattr(self.detector, "model" if on_logits else "encoder", None)
+        return "logits" if on_logits else "features", network
 
     def _encode(self, x: Any) -> tuple[_Kind, Tensor]:
         """Features or logits of inputs, from the network in evaluation mode."""
-        network = "model" if isinstance(self.detector, LogitsDetector) else "encoder"
-        run: Network | None = getattr(self.detector, network, None)
-        if run is None:
-            raise ValueError(f"{self.detector!r} lacks the {network} that classes or folds are found with.")
-        with torch.no_grad(), evaluating(run):
-            return "logits" if network == "model" else "features", run(to_device(x, self.device))
+        kind, network = self._network()
+        if network is None:
+            raise ValueError(f"{self.detector!r} lacks the network to {kind} that classes or folds are found with.")
+        with torch.no_grad(), evaluating(network):
+            return kind, network(to_device(x, self.device))
 
     def _compared(self, kind: _Kind, values: Any) -> tuple[Tensor, Tensor | None]:
         """Scores that the calibration compares, shape (B,), or (B, F) with folds, and the classes if it needs them."""
@@ -858,7 +865,7 @@ def score_finite(predict: Callable[[Any], Tensor], values: Any) -> Tensor:
         return predict(values)
     values = values.clone() if values.is_inference() else values
     finite = values.isfinite().unsqueeze(-1).flatten(1).all(1)
-    if bool(finite.all()):
+    if len(values) and bool(finite.all()):
         return predict(values)
     scores = torch.full((len(values),), torch.nan, device=values.device)
     if bool(finite.any()):

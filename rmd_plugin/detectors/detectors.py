@@ -472,6 +472,7 @@ class StatefulDetector(DeclaredOptions):
 
     is_ood = p_value = select = threshold = calibrate = property(_uncalibrated)
     is_ood_features = p_value_features = select_features = calibrate_features = property(_uncalibrated)
+    fit_calibrate = fit_calibrate_features = calibrate_scores = judge = drift_alarm = property(_uncalibrated)
 
     # -- means and covariances, as pytorch-ood names them ---------------------------------------------------------
 

@@ -40,8 +40,8 @@ ENOUGH_PER_FEATURE = 5
 MAX_FLOAT32_AMPLIFICATION = 30.0
 #: Features of a smaller variance, relative to the largest, are dead: sentence embeddings hold some of size 1e-32.
 _DEAD_VARIANCE = 1e-40
-#: The smallest positive number of float16.
-_HALF_STEP = 2.0**-24
+#: The smallest positive number of float16, and the standard deviation, in these steps, below which it resolves nothing.
+_HALF_STEP, _RESOLVED = 2.0**-24, 4.0
 #: Smallest share of a feature's variance that the features before it leave unexplained, for a Cholesky factor to serve.
 _SMALLEST_PIVOT = 1e-8
 #: Smallest eigenvalue, relative to the largest, of which an eigendecomposition in float64 gives six digits.
@@ -408,7 +408,7 @@ def _alive(variance: Tensor, moments: Moments) -> Tensor:
     second = _diagonal(moments.second) / moments.num_samples
     rounding = max(64, moments.num_features) * torch.finfo(second.dtype).eps * second
     alive = variance > rounding.clamp(min=_DEAD_VARIANCE * float(second.amax()))
-    tiny = alive & (variance < _HALF_STEP**2)
+    tiny = alive & (variance < (_RESOLVED * _HALF_STEP) ** 2)
     if bool(tiny.any()) and not moments.normalized:
         steps = (moments.sums[:, tiny] + moments.counts[:, None] * moments.shift[tiny]) / _HALF_STEP
         # relative where all sums are below one step: features of size 1e-20 are small units, not dust

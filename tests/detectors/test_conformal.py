@@ -389,6 +389,35 @@ def test_rows_with_nan_are_ood_with_the_smallest_p_value_for_every_detector(make
     assert torch.equal(load_detector(tmp_path / "detector").p_value_features(x), expected)
 
 
+@pytest.mark.parametrize("make", [RMD, lambda net: KNN(net, k=5), MaxSoftmax], ids=["rmd", "knn", "msp"])
+def test_inputs_may_be_dicts_and_a_sample_that_the_network_makes_nan_is_ood(make):
+    class Net(nn.Module):
+        def forward(self, inputs):
+            return inputs["x"] / inputs["scale"]
+
+    z, y, x = make_blobs(dtype=torch.float32)
+    scale = torch.ones(len(x), 1)
+    x[4], scale[4] = 0.0, 0.0
+    detector = Calibrated(make(Net())).to("cpu")
+    if not isinstance(detector.detector, MaxSoftmax):
+        detector.fit_features(z, y)
+    detector.calibrate([({"x": z, "scale": torch.ones(len(z), 1)}, y)])
+    p_values = detector.p_value({"x": x, "scale": scale})
+    assert p_values[4] == 1 / (len(z) + 1)
+    assert torch.equal(detector.is_ood({"x": x, "scale": scale}), p_values <= 0.05)
+    others = torch.arange(len(x)) != 4
+    predict = "logits" if isinstance(detector.detector, MaxSoftmax) else "features"
+    assert torch.equal(getattr(detector, f"p_value_{predict}")(x[others]), p_values[others])
+
+
+@pytest.mark.parametrize("make", [RMD, lambda: KNN(None, k=5)], ids=["rmd", "knn"])
+def test_decisions_of_no_samples_are_none(make):
+    z, y, x = make_blobs(dtype=torch.float32)
+    detector = Calibrated(make()).fit_features(z, y).calibrate_features(z)
+    for decide in (detector.is_ood_features, detector.p_value_features, detector.select_features):
+        assert decide(x[:0]).shape == (0,)
+
+
 # -- folds in place of held-out data ----------------------------------------------------------------------------------
 
 

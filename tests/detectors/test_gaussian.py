@@ -384,13 +384,14 @@ def test_where_no_class_varies_distances_leave_out_the_direction(make):
 @every_distance
 @pytest.mark.parametrize("covariance", ["tied", "diagonal"])
 @pytest.mark.parametrize("base", [0, 3], ids=["zero", "constant"])
-def test_dust_of_half_precision_is_no_feature(detector, covariance, base, blobs):
+@pytest.mark.parametrize("size", [1, 9])
+def test_dust_of_half_precision_is_no_feature(detector, covariance, base, size, blobs):
     """As column 319 of MiniLM's features in float16: zero, but for the smallest numbers of float16 in a few samples."""
     z, y, x = blobs
 
     def with_dust(features, samples):
         dust = torch.full((len(features), 1), base * 2.0**-24)
-        dust[samples] += 2.0**-24 * torch.arange(1, len(samples) + 1)[:, None]
+        dust[samples] += size * 2.0**-24 * torch.arange(1, len(samples) + 1)[:, None]
         assert torch.equal(dust.half().float(), dust)
         return torch.cat([features[:, :5], dust.to(features), features[:, 5:]], 1)
 
