@@ -562,7 +562,7 @@ class OODMonitor(Callback):
         for column, (name, watched) in enumerate(self._watched.items(), start=3):
             scores, calibration = rows[:, column].contiguous(), watched.calibrated.calibration
             table[f"{name}/score"] = scores.numpy()
-            if calibration is not None:
+            if calibration is not None and len(calibration.sizes) == 1:  # neither of classes nor of folds
                 self.drift_alarms[name] = alarm = DriftAlarm(calibration.scores)
                 if alarm.update(scores.masked_fill(scores.isnan(), math.inf)):
                     rank_zero_info(f"OODMonitor: the scores of {name!r} have changed since about sample {alarm.since}.")
