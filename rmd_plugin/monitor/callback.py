@@ -583,10 +583,12 @@ class OODMonitor(Callback):
         for column, (name, watched) in enumerate(self._watched.items(), start=3):
             scores, calibration = rows[:, column].contiguous(), watched.calibrated.calibration
             table[f"{name}/score"] = scores.numpy()
-            if calibration is not None and name in errors:
+            if calibration is None or len(calibration.sizes) > 1:  # of classes or of folds
+                continue
+            if name in errors:
                 table[f"{name}/p_value"] = scores.numpy() * math.nan
                 table[f"{name}/is_ood"] = pd.array([pd.NA] * len(scores), "boolean")
-            elif calibration is not None:
+            else:
                 self.drift_alarms[name] = alarm = DriftAlarm(calibration.scores)
                 if alarm.update(scores.masked_fill(scores.isnan(), math.inf)):
                     rank_zero_info(f"OODMonitor: the scores of {name!r} have changed since about sample {alarm.since}.")

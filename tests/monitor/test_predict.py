@@ -9,14 +9,14 @@ import pandas as pd
 import pytest
 import pytorch_lightning as pl
 import torch
-from callback_kit import OOD, OTHER, VAL, Classifier, fit, loader, told, trainer, values
+from callback_kit import OOD, OTHER, TRAIN, VAL, Classifier, features_of, fit, loader, told, trainer, values
 from matplotlib.figure import Figure
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
-from rmd_plugin import RMD, OODMonitor
+from rmd_plugin import RMD, Calibrated, OODMonitor
 from rmd_plugin.monitor.callback import OODMonitorWarning, pack_history, unpack_history
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in kit.QUIET]
@@ -56,6 +56,16 @@ def test_several_dataloaders_are_told_apart_and_a_detector_without_a_fit_is_nan(
         trainer(None, unfitted).predict(Classifier(), DataLoader(VAL[0], 16))
     assert unfitted.predictions["rmd/score"].isna().all()
     assert unfitted.predictions["msp/score"].notna().all()
+
+
+def test_a_calibration_by_folds_needs_more_than_scores_so_there_are_only_scores():
+    module = Classifier()
+    own = Calibrated(RMD()).fit_calibrate_features(features_of(module, TRAIN[0]), TRAIN[1], folds=3)
+    monitor = OODMonitor({"own": own}, head="model.fc")
+    trainer(None, monitor).predict(module, DataLoader(OTHER[0], 7))
+    assert list(monitor.predictions) == ["own/score"]
+    expected = own.predict_features(features_of(module, OTHER[0]))
+    np.testing.assert_allclose(monitor.predictions["own/score"], expected, rtol=1e-4)
 
 
 def test_the_history_of_ten_thousand_validations_takes_two_megabytes(tmp_path):
