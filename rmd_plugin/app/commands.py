@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -47,6 +48,8 @@ def prepare_hydra() -> str:
     resolvers = (watched, monitored, job_folder, choices, options, terminal)
     for resolver in resolvers:
         OmegaConf.register_new_resolver(f"rmd_{resolver.__name__}", resolver, replace=True)
+    # of the joblib launcher itself, in every process of it
+    warnings.filterwarnings("ignore", message=r"\n'hydra/launcher/joblib' is validated against ConfigStore schema")
     if not _is_installed("hydra_plugins.rmd_plugin"):  # a checkout that is not installed: Hydra does not find it itself
         from hydra.core.plugins import Plugins
 
