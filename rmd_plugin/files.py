@@ -69,6 +69,12 @@ def name_file_in_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
+def one_line(error: BaseException) -> str:
+    """What an error says in one line, without where OmegaConf was in its own structure."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(("full_key:", "object_type=")))
+
+
 def is_picture(path: str | os.PathLike[str]) -> bool:
     """Whether a file is taken for a picture, by the ending of its name."""
     return os.fspath(path).lower().endswith(PICTURE_ENDINGS)
