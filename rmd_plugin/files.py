@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 PICTURE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # those of the endings, and GIF, which is often found under them; Pillow would hand EPS to Ghostscript
 _PICTURE_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
+
+_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 class DataFormatError(ValueError):
@@ -61,9 +64,15 @@ def name_file_in_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:
+        if error.errno in _NO_ROOM and error.filename is None:
             error.filename = str(path)
         raise
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says in one line, without where OmegaConf was in its own structure."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(("full_key:", "object_type=")))
 
 
 def is_picture(path: str | os.PathLike[str]) -> bool:
@@ -82,7 +91,7 @@ def read_picture(file: str | os.PathLike[str] | IO[bytes], name: str | os.PathLi
         DataFormatError: it cannot be decoded as a whole.
         OSError: the file cannot be read.
     """
-    from PIL import Image  # here, because every app of Hydra imports this module
+    from PIL import Image, UnidentifiedImageError  # here, because every app of Hydra imports this module
 
     try:
         with Image.open(file, formats=_PICTURE_FORMATS) as image:
@@ -91,7 +100,9 @@ def read_picture(file: str | os.PathLike[str] | IO[bytes], name: str | os.PathLi
     except Exception as error:  # the decoders raise nearly every kind on garbage
         if isinstance(error, OSError) and error.filename is not None:
             raise
-        raise DataFormatError(name or str(file), f"is not a readable picture: {error}") from None
+        unknown = isinstance(error, UnidentifiedImageError)  # it names the opened file, not the path
+        reason = f"none of {', '.join(_PICTURE_FORMATS)}" if unknown else error
+        raise DataFormatError(name or str(file), f"is not a readable picture: {reason}") from None
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:

@@ -273,7 +273,7 @@ def _scored_from(target: str) -> bytes | None:
                 pass
             return bytes(source)
     if source is None:
-        raise FileExistsError(errno.EEXIST, "was not written by score_table: remove it or change out", target)
+        raise FileExistsError(errno.EEXIST, "is damaged or not of score_table: remove it or change out", target)
     return None
 
 

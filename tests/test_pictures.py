@@ -68,6 +68,9 @@ def test_a_file_that_is_cut_off_or_of_another_kind_is_refused_by_name(tmp_path):
         (tmp_path / "a.png").write_bytes(content)
         with pytest.raises(DataFormatError, match=r"a\.png"):
             read_picture(tmp_path / "a.png")
+    with pytest.raises(DataFormatError) as error:
+        read_picture(io.BytesIO(b"no picture"), "a.png")
+    assert "object at" not in str(error.value)
     with pytest.raises(FileNotFoundError):
         read_picture(tmp_path / "missing.png")
 

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -25,7 +26,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from rmd_plugin.files import config_path, config_root, missing_extra
+from rmd_plugin.files import config_path, config_root, missing_extra, one_line
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ def prepare_hydra() -> str:
     resolvers = (watched, monitored, job_folder, choices, options, terminal)
     for resolver in resolvers:
         OmegaConf.register_new_resolver(f"rmd_{resolver.__name__}", resolver, replace=True)
+    # of the joblib launcher itself, in every process of it
+    warnings.filterwarnings("ignore", message=r"\n'hydra/launcher/joblib' is validated against ConfigStore schema")
     if not _is_installed("hydra_plugins.rmd_plugin"):  # a checkout that is not installed: Hydra does not find it itself
         from hydra.core.plugins import Plugins
 
@@ -183,7 +186,7 @@ class ReportCallback(Callback):
             jobs = sorted(note.parents[1] for note in notes if note.stat().st_mtime_ns >= self.started)
             report_runs(jobs or [self.folder], self.folder, **self.options)
         except Exception as problem:
-            log.warning("The sweep could not be summarised: %s", explain(problem))
+            log.warning("The sweep could not be summarised: %s", one_line(problem))
 
 
 # -- the commands -----------------------------------------------------------------------------------------------------
@@ -288,11 +291,5 @@ def one_clear_error(name: str) -> Iterator[None]:
         expected = isinstance(error, kinds) or type(error).__name__ == "MisconfigurationException"
         if _FULL_ERROR or not expected:
             raise
-        print(f"{name}: {explain(error)}", file=sys.stderr)
+        print(f"{name}: {one_line(error)}", file=sys.stderr)
         sys.exit(1)
-
-
-def explain(error: BaseException) -> str:
-    """An error in one line, without where OmegaConf was in its own structure."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return " ".join(line for line in lines if line and not line.startswith(("full_key:", "object_type=")))

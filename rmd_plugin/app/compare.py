@@ -19,7 +19,7 @@ from rmd_plugin.compare import comparison
 from rmd_plugin.compare.comparison import Comparison
 from rmd_plugin.compare.features import Extractor
 from rmd_plugin.detectors.conformal import Calibrated
-from rmd_plugin.files import replacing
+from rmd_plugin.files import name_file_in_errors, replacing
 from rmd_plugin.report import tables
 from rmd_plugin.report.run import DETECTORS, HEAD, RunFolder, current_command
 
@@ -57,7 +57,8 @@ def run_folder(cfg: DictConfig, command: str, typed: str | None = None) -> Itera
     try:
         with FileLock(folder.file(".lock"), timeout=0):
             typed = typed or current_command(f"rmd-{command}")
-            with folder.running(config=repeatable(cfg, command), about=about, command=typed):
+            running = folder.running(config=repeatable(cfg, command), about=about, command=typed)
+            with running, name_file_in_errors(folder.path):
                 yield folder
     except Timeout:
         raise ValueError(f"another run writes to {folder.path}. Wait for it, or give hydra.run.dir=FOLDER.") from None

@@ -77,17 +77,23 @@ def _with_enough_to_calibrate(
         ValueError: if that is not possible either, with the number of samples that are missing.
     """
     needed, count, share = required_samples(cfg.alpha), len(benchmark.val_set()), cfg.benchmark.get("val_fraction")
+    trained = cfg.checkpoint is not None or cfg.get("run") is not None or cfg.backbone.get("checkpoint") is not None
     # a sample more for each class, whose shares are rounded
     wider = (share or 1) * (needed + benchmark.num_classes) / max(count, 1)
     if count < needed and share and wider <= 0.5:
         words = "benchmark.val_fraction=%.3g in place of %g: alpha=%g needs %d held-out samples, there were %d."
         log.warning(words, wider, share, cfg.alpha, needed, count)
-        benchmark = parts.make_benchmark(cfg, val_fraction=wider, **moments)
+        benchmark, before = parts.make_benchmark(cfg, val_fraction=wider, **moments), count
         count = len(benchmark.val_set())
+        if trained:
+            log.warning(
+                "A network that was trained with benchmark.val_fraction=%g has seen %d of these %d samples, so that "
+                "more new ID samples than alpha may be flagged: train it with benchmark.val_fraction=%.3g.",
+                *(share, count - before, count, wider),
+            )
     if count >= needed:
         return benchmark, False
     total = count + len(benchmark.fit_set())
-    trained = cfg.checkpoint is not None or cfg.get("run") is not None or cfg.backbone.get("checkpoint") is not None
     if trained or moments or total < needed:
         why = "The network was trained on the data, so that folds of them cannot stand in. " if trained else ""
         missing = needed - (count if trained or moments else total)

@@ -50,6 +50,21 @@ OBJECTIVE, RANDOM_STATES = "objective", "random_states"
 Transform = Callable[[Any], Tensor]
 
 
+@contextmanager
+def quiet_warnings() -> Iterator[None]:
+    """Leave out warnings that are no news: the table has those of the detectors, as remarks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericalWarning)
+        warnings.filterwarnings("ignore", message="OODMonitor: no OOD samples")
+        # Lightning's call of torch, its advice about our logging, and what a job that goes on from checkpoints knows
+        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\('train/")
+        warnings.filterwarnings("ignore", message=r"(Experiment logs|Checkpoint) directory .* is not empty")
+        warnings.filterwarnings("ignore", message=r"The number of training batches .* logging interval")
+        yield
+
+
+@quiet_warnings()
 def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
     """Run the job that a config, the composed ``conf/train.yaml``, describes, and write everything into its folder.
 
@@ -70,7 +85,7 @@ def train(cfg: DictConfig, *, command: str | None = None) -> float | None:
     if rank() > 0:
         _fit(cfg, folder)
         return None
-    with run_folder(cfg, "train", command) as folder, quiet_warnings():
+    with run_folder(cfg, "train", command) as folder:
         benchmark, backbone, trainer = _fit(cfg, folder)
         logged = {} if trainer is None else _take_weights(cfg, trainer, backbone, folder)
         device = evaluation_device(cfg) if trainer is None else trainer.strategy.root_device
@@ -287,18 +302,6 @@ class RandomStates(Callback):
 
     #: where no epoch was left to train
     on_fit_end = on_train_epoch_start
-
-
-@contextmanager
-def quiet_warnings() -> Iterator[None]:
-    """Leave out warnings that are no news: the table has those of the detectors, as remarks."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NumericalWarning)
-        # Lightning's own call of torch, and what a job knows that is resumed from its checkpoints
-        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-        warnings.filterwarnings("ignore", message=r"(Experiment logs|Checkpoint) directory .* is not empty")
-        warnings.filterwarnings("ignore", message=r"The number of training batches .* logging interval")
-        yield
 
 
 def rank() -> int:

@@ -383,7 +383,7 @@ def _eigen_whitening(sigma: Tensor, moments: Moments, *, eigenvectors: bool = Fa
     if rank < dim:
         too_few = sigma.ndim == 2 and _singular_by_number(moments)
         reason = f" ({moments.num_samples} samples are too few)" if too_few else ""
-        remedy = "Set shrinkage (for example 'oas') to keep directions without variance, which are left out."
+        remedy = "Directions without variance are left out. Set shrinkage (for example 'oas') to keep them."
         warn(f"the within-class covariance has rank {rank} of {dim}{reason}. {remedy}")
     return projection
 

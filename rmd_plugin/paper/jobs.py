@@ -22,11 +22,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from rmd_plugin.app.commands import compose_train, explain, one_clear_error
+from rmd_plugin.app.commands import compose_train, one_clear_error
 from rmd_plugin.app.train import load_run, train
 from rmd_plugin.compare.features import TEST, TRAIN
 from rmd_plugin.compare.rows import ACCURACY, make_rows, select, write_rows
-from rmd_plugin.files import replacing
+from rmd_plugin.files import one_line, replacing
 from rmd_plugin.paper import reproduce, studies
 from rmd_plugin.paper.accuracy import ACCURACIES
 from rmd_plugin.paper.document import comparison_table, write_document, write_study
@@ -79,7 +79,7 @@ def compose_experiment(experiment: str, config: DictConfig) -> DictConfig:
         cfg = compose_train([chosen, "resume=true", f"seed={config.seed}", *map(str, config.extra)])
         content: Any = OmegaConf.to_container(cfg, resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(f"cell {cell_name(experiment)}: {explain(error)}") from error
+        raise ValueError(f"cell {cell_name(experiment)}: {one_line(error)}") from error
     key = joblib.hash({name: value for name, value in content.items() if name not in _IRRELEVANT})[:10]
     root = Path(str(config.output))
     with open_dict(cfg):

@@ -31,7 +31,7 @@ import pandas as pd  # type: ignore[import-untyped]
 
 from rmd_plugin import __version__
 from rmd_plugin.compare.rows import SECONDS, make_rows, read_csv, read_rows, write_rows
-from rmd_plugin.files import parse_yaml, replacing
+from rmd_plugin.files import one_line, parse_yaml, replacing
 
 CONFIG = "config.yaml"  # resolved: a run can be repeated from it
 ROWS = "rows.csv"  # the results, one number per line: a run that is repeated gives the same bytes
@@ -282,10 +282,7 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 def describe_error(error: BaseException) -> str:
     """An error as one line: its type and what it says, without the pages that some libraries add."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    # OmegaConf adds where it was in its own structure
-    lines = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
-    text = " ".join(lines[:3])
+    text = one_line(error)
     text = text if len(text) <= 400 else text[:397] + "..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -121,6 +121,10 @@ def test_so_much_is_held_out_that_alpha_can_be_met_or_the_missing_samples_are_co
     about = json.loads((tmp_path / "guard" / "guard.json").read_text())
     assert 19 <= about["calibration_samples"] <= 24
     assert "val_fraction" in caplog.text
+    assert "has seen" not in caplog.text
+    torch.save({"state_dict": {}}, tmp_path / "trained.ckpt")
+    run("out=trained", *words, "checkpoint=trained.ckpt", tiny=False, code=1)
+    assert "has seen 3 of these 21 samples" in caplog.text
     error = run("out=strict", *words, "alpha=0.001", tiny=False, code=1)
     assert "needs 999" in error
     assert "855 are missing" in error

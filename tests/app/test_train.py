@@ -117,7 +117,9 @@ def test_ddp_inside_a_multirun_leaves_one_folder_per_job(tmp_path, launcher):
     if launcher != "basic":
         pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
     options = ["trainer=ddp", "trainer.accelerator=cpu", "limit_train=100", f"hydra/launcher={launcher}"]
-    run(tmp_path, "-m", *DIGITS, *options, "backbone.widths=[4,8]", "seed=0,1")
+    done = run(tmp_path, "-m", *DIGITS, *options, "backbone.widths=[4,8]", "seed=0,1")
+    for warning in ("NumericalWarning", "sync_dist", "LeafSpec", "ConfigStore schema"):
+        assert warning not in done.stderr
     jobs = sorted(path.parent for path in tmp_path.rglob("rows.csv"))
     assert len(jobs) == 2
     assert all(RunFolder(job).done for job in jobs)

@@ -6,6 +6,7 @@ import re
 import sys
 
 import config_kit
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -205,6 +206,16 @@ def test_a_fault_of_the_program_keeps_its_traceback(train, monkeypatch):
     monkeypatch.setattr("rmd_plugin.app.parts.make_benchmark", fail)
     with pytest.raises(KeyError):
         train(check=False)
+
+
+@pytest.mark.slow
+def test_without_ood_data_the_table_says_so_and_no_warning(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    arrays = {f"{split}_features": rng.normal(size=(60, 4)).astype("f4") for split in ("train", "test")}
+    labels = {f"{split}_labels": np.arange(60) % 3 for split in ("train", "test")}
+    np.savez(tmp_path / "mine.npz", **arrays, **labels)
+    job(tmp_path / "out", "benchmark=features", f"benchmark.path={tmp_path}/mine.npz")  # a warning would be an error
+    assert "There is no OOD data" in capsys.readouterr().out
 
 
 def test_two_runs_cannot_write_to_one_folder(tmp_path):

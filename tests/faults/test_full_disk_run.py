@@ -66,7 +66,10 @@ def test_a_file_that_may_not_grow_ends_a_command_with_one_sentence(module, more,
     assert "Traceback" not in done.stderr
     (sentence,) = (line for line in done.stderr.splitlines() if line.startswith("rmd-"))
     assert "File too large" in sentence
-    assert RunFolder(tmp_path / "out").read_status().state == "failed"
+    assert str(tmp_path / "out") in sentence
+    status = RunFolder(tmp_path / "out").read_status()
+    assert status.state == "failed"
+    assert str(tmp_path / "out") in status.reason
 
 
 @pytest.mark.slow

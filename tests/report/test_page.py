@@ -127,6 +127,7 @@ def test_a_run_that_failed_or_was_interrupted_says_so_and_shows_what_was_done(tm
     text = render_report(folder)
     assert "was interrupted" in text
     assert "<h2>Over training</h2>" in text
+    assert "monitor=" in plain(text)  # a detector that was not watched may be the best
 
 
 def test_damaged_files_are_named_and_the_rest_stands(run, tmp_path):

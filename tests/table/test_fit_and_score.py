@@ -203,6 +203,10 @@ def test_a_table_is_never_written_over(tmp_path, blobs, detector):
     with pytest.raises(FileExistsError, match=r"a\.parquet"):
         score_table(detector, tmp_path / "new", tmp_path / "new", workers=1, on_bad="skip")
     assert path.read_bytes() == before
+    (scores,) = score_table(detector, path, tmp_path / "out", workers=1)
+    truncate(tmp_path / "out" / os.path.basename(scores))
+    with pytest.raises(FileExistsError, match="damaged"):
+        score_table(detector, path, tmp_path / "out", workers=1)
 
 
 def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_none(tmp_path, blobs, detector):
