@@ -73,9 +73,9 @@ def build_detector(snapshot: Mapping[str, Any]) -> Detector:
     # only classes of these two packages: the file must not choose what is run
     kind = getattr(pytorch_ood.detector, snapshot["detector"], None)
     if not isinstance(kind, type) or not issubclass(kind, Detector):
-        raise ValueError(f"{snapshot['detector']} is no detector of pytorch_ood. Pass an instance to load the state into.")
+        raise ValueError(f"{snapshot['detector']} is no detector of pytorch_ood. Pass an instance to load into.")
     if unknown := sorted(set(snapshot["networks"]) - set(NETWORKS)):
-        raise NotKeptError(f"{snapshot['detector']} was saved without its {unknown}. Pass an instance to load the state into.")
+        raise NotKeptError(f"{snapshot['detector']} was saved without its {unknown}. Pass an instance to load into.")
     detector = kind.__new__(kind)
     for key in {*snapshot["networks"], *snapshot["attributes"]} & set(NETWORKS):
         setattr(detector, key, None)

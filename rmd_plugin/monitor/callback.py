@@ -713,7 +713,7 @@ class OODMonitor(Callback):
             weights_only: handed to ``torch.load``; by default nothing that is pickled in the file is run. A checkpoint
                 that holds other objects than tensors and plain data (OmegaConf, partials) is refused until you say
                 ``weights_only=False``, as by ``load_from_checkpoint``.
-            detectors: instances to load the states into, for detectors that are neither rmd_plugin's nor the framework's.
+            detectors: instances to load into, for detectors that are neither rmd_plugin's nor the framework's.
             prefix: which monitor's, if there were several.
             map_location: device for their tensors.
 
