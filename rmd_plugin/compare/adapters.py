@@ -152,14 +152,15 @@ class Adapter:
     def score(self, values: Any) -> Tensor:
         """OOD scores, shape (B,), of what :meth:`Encoded.take` gives for :attr:`scored_on`; higher is more OOD."""
         predict = getattr(self.detector, f"predict{_ENDINGS.get(self.scored_on, '')}")
-        if self.scored_on is not _INPUTS and not isinstance(bare(self.detector), StatefulDetector):
-            values = values.float()
+        if not isinstance(bare(self.detector), StatefulDetector):
+            predict = functools.partial(score_finite, predict)
+            values = values if self.scored_on is _INPUTS else values.float()
         if self.scored_on not in (_HEAD, _INPUTS):
             with torch.no_grad():
-                return score_finite(predict, values)
+                return predict(values)
         # such detectors may differentiate: copies made outside of inference mode can take part in autograd
         with torch.inference_mode(False), torch.enable_grad():
-            scores = score_finite(predict, apply_to_collection(values, Tensor, torch.clone))
+            scores = predict(apply_to_collection(values, Tensor, torch.clone))
         return scores.detach() if isinstance(scores, Tensor) else scores
 
 

@@ -36,7 +36,15 @@ from rmd_plugin.detectors.drift import DriftAlarm, check_level
 from rmd_plugin.detectors.snapshot import NotKeptError, build_detector, restore_snapshot, take_snapshot
 from rmd_plugin.files import detector_options, replacing
 from rmd_plugin.monitor import Callback, fitting
-from rmd_plugin.monitor.features import BatchEncoder, Encoding, as_linear, is_linear, isolated_rng, visiting
+from rmd_plugin.monitor.features import (
+    BatchEncoder,
+    Encoding,
+    as_linear,
+    is_linear,
+    isolated_rng,
+    split_batch,
+    visiting,
+)
 from rmd_plugin.monitor.fitting import Fit, Share, Watched, encode_share, reason_of, runs_together, training_loader
 
 __all__ = ["OODMonitor", "OODMonitorWarning"]
@@ -101,7 +109,7 @@ class OODMonitor(Callback):
         fit_loader: what to fit on. By default ``fit_dataloader()`` of the datamodule or module if there is one, else
             the training set, unshuffled, with its augmentation.
         limit_fit_batches: batches per process (int) or fraction (float) of the fit loader, drawn from all over
-            the set. By default the trainer's ``limit_train_batches``.
+            the set. By default the trainer's ``limit_train_batches``. A stream has all batches of the training.
         limit_ood_batches: the same for ``ood``. By default the trainer's ``limit_val_batches``.
         every_n_epochs: refit and score at the validations of every n-th epoch. In between, monitoring callbacks see
             the last values; loggers get none.
@@ -262,14 +270,9 @@ class OODMonitor(Callback):
         layer = as_linear(layers[head]) if encoder.by_head and head else None
         layer = layer and layer.float()  # as the features are, whatever the precision of the module is
         width, classes = (None, None) if layer is None else (layer.in_features, layer.out_features)
+        remedy, model = "" if layer else f"name a linear layer by head= ({encoder.candidates})", encoder.target
         parts = adapters.NetworkParts(
-            width,
-            classes,
-            head=layer,
-            has_logits=True,
-            model=encoder.target,
-            seed=self.seed,
-            remedy=f"name a linear layer by head= ({encoder.candidates})",
+            width, classes, head=layer, has_logits=True, model=model, seed=self.seed, remedy=remedy
         )
         # copies of weights that are made in inference mode could not take part in autograd
         with isolated_rng(self.seed), torch.inference_mode(False):
@@ -312,7 +315,8 @@ class OODMonitor(Callback):
         """Add what was recorded to the stream."""
         if not any(watched.adapter.fitted_on for watched in self._watched.values()):
             with suppress(Exception):  # then no fit tells which classes there are
-                self._classes |= set(self._encoder.labels_of(batch).tolist())
+                labels = split_batch(batch)[1] if self.labels is None else self.labels(batch)
+                self._classes |= set(torch.as_tensor(labels).flatten().tolist())
         if self.refit != "stream" or not self._due(trainer):
             return
         stream = self._stream = self._stream or Fit(self._watched, pl_module.device)
@@ -373,7 +377,7 @@ class OODMonitor(Callback):
                 for batch in batches if fit.metrics else ():
                     fit.update(*batch)
         if self._encoder.by_head:
-            self._told.info(f"OODMonitor: the head is {self.head!r}; its input is the features.")
+            self._told.info(f"OODMonitor: the head is {self._encoder.head!r}; its input is the features.")
         broken = dict[str, str]()
         for name in names:
             try:
@@ -410,8 +414,8 @@ class OODMonitor(Callback):
             # the last values, or NaN before the first; loggers get none
             keys = [(name, ood, m) for name in self.detectors for ood in (*sets, MEAN) if sets for m in self._metrics]
             last = {(r["detector"], r["ood"], r["metric"]): r["value"] for r in self.history if r["ood"]}
-            for key, value in (dict.fromkeys(keys, math.nan) | last).items():
-                self._log(trainer, key, value, logger=False)
+            for (name, ood, metric), value in (dict.fromkeys(keys, math.nan) | last).items():
+                self._record(trainer, name, ood, metric, value, new=False)
             return
         names = list(self.detectors)
         if self._stage != "fit":
@@ -607,20 +611,21 @@ class OODMonitor(Callback):
 
     # -- the log ------------------------------------------------------------------------------------------------------
 
-    def _record(self, trainer: Trainer, detector: str, ood: str, metric: str, value: float) -> None:
-        """Keep a value and log it. An empty ``ood`` means that it belongs to no OOD set."""
-        moment = {"stage": self._stage, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        self.history.append({**moment, "detector": detector, "ood": ood, "metric": metric, "value": value})
-        self._log(trainer, (detector, ood, metric), value)
-
-    def _log(self, trainer: Trainer, key: tuple[str, ...], value: float, *, logger: bool | None = None) -> None:
+    def _record(
+        self, trainer: Trainer, detector: str, ood: str, metric: str, value: float, *, new: bool = True
+    ) -> None:
+        """Log a value and keep it; one that is not new is for other callbacks only. An empty ``ood`` is of no set."""
+        if new:
+            moment = {"stage": self._stage, "epoch": trainer.current_epoch, "step": trainer.global_step}
+            self.history.append({**moment, "detector": detector, "ood": ood, "metric": metric, "value": value})
         if not trainer.barebones:
             # a metric, because the value is the same on every process: it needs none of Lightning's reductions
             number = MeanMetric(nan_strategy="disable", sync_on_compute=False).to(trainer.lightning_module.device)
             number.update(value)
-            options: Any = {"on_step": False, "on_epoch": True, "add_dataloader_idx": False, "logger": logger}
-            name = "/".join((self.prefix, *filter(None, key)))
-            trainer.lightning_module.log(name, number, metric_attribute=self.prefix, **options)
+            options: Any = {"on_step": False, "on_epoch": True, "add_dataloader_idx": False}
+            name = "/".join(filter(None, (self.prefix, detector, ood, metric)))
+            logger = None if new else False
+            trainer.lightning_module.log(name, number, metric_attribute=self.prefix, logger=logger, **options)
 
     def _publish(self, trainer: Trainer, scores: Mapping[str, tuple[Tensor, Mapping[str, Tensor]]]) -> None:
         """Histograms of the scores, in a fit the curves of AUROC, and the last table: to the loggers and the folder."""

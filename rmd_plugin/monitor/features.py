@@ -285,8 +285,18 @@ class BatchEncoder:
         Raises:
             EncodingError: if nobody can tell the features from what was recorded.
         """
-        calls, (inputs, _) = self.stop(), split_batch(batch)
-        labels = self.labels_of(batch) if labelled else None
+        calls, (inputs, labels) = self.stop(), split_batch(batch)
+        if not labelled:
+            labels = None
+        elif self._labels is not None:
+            labels = self._labels(batch)
+        if labels is not None:
+            try:
+                labels = torch.as_tensor(labels).detach().as_subclass(Tensor)
+                labels = labels.flatten() if labels.ndim == 2 and labels.shape[1] == 1 else labels
+                labels = check_labels(labels, len(labels))
+            except (TypeError, ValueError) as error:
+                raise EncodingError(f"{error} Pass labels=, which takes them from the batch.") from error
         samples = [labels] if labels is not None else tree_leaves(inputs)
         size = next((len(leaf) for leaf in samples if isinstance(leaf, Tensor) and leaf.ndim), None)
         layers, around = list[Call](), list[Call]()  # those of the batch's size, the last call first
@@ -311,22 +321,6 @@ class BatchEncoder:
         # one sigmoid output is no distribution over classes: detectors on logits would score all samples alike
         logits = None if logits is None or logits.shape[1] == 1 else widened(logits)
         return Encoded(features, logits, labels, model_input(inputs))
-
-    def labels_of(self, batch: Any) -> Tensor | None:
-        """Labels of a batch, shape (B,); None if it has none.
-
-        Raises:
-            EncodingError: if they are no integers, one for each sample.
-        """
-        labels = split_batch(batch)[1] if self._labels is None else self._labels(batch)
-        if labels is None:
-            return None
-        try:
-            labels = torch.as_tensor(labels).detach().as_subclass(Tensor)
-            labels = labels.flatten() if labels.ndim == 2 and labels.shape[1] == 1 else labels
-            return check_labels(labels, len(labels))
-        except (TypeError, ValueError) as error:
-            raise EncodingError(f"{error} Pass labels=, which takes them from the batch.") from error
 
     def _by_head(
         self, layers: list[Call], returned: list[Tensor], around: list[Tensor]

@@ -402,6 +402,17 @@ def test_dust_of_half_precision_is_no_feature(detector, covariance, base, size, 
 
 
 @every_distance
+def test_a_small_feature_that_half_precision_resolves_counts(detector, blobs):
+    z, y, x = blobs
+    unit = 20 * 2.0**-24 / z[:, 3].std()
+    small, probe = (torch.cat([a[:, :3], (a[:, 3:4] * unit).half().to(a) / unit, a[:, 4:]], 1) for a in (z, x))
+    expected = score(detector(), small, y, probe)
+    for features in (small, probe):
+        features[:, 3] *= unit
+    assert error(score(detector(), small, y, probe), expected) < 1e-6
+
+
+@every_distance
 @pytest.mark.parametrize("covariance", ["tied", "diagonal"])
 def test_an_honest_feature_of_small_units_counts_as_if_it_were_rescaled(detector, covariance, blobs):
     z, y, x = blobs

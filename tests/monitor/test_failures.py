@@ -119,7 +119,7 @@ def test_the_advice_for_a_head_that_is_no_linear_layer_works_when_it_is_followed
             self.model.fc = nn.Sequential(nn.Dropout(0.1), nn.Linear(16, kit.CLASSES))
 
     for detector in ("react", "vim", fDBD):
-        with pytest.raises(ValueError, match=r"'d' cannot be monitored .*head=.*model\.fc\.1") as refused:
+        with pytest.raises(ValueError, match=r"'d' cannot be monitored.*head=.*model\.fc\.1") as refused:
             fit(monitored({"d": detector}, head="model.fc"), module=Wrapped())
         assert "linear_probe" not in str(refused.value)
     monitor = monitored({"d": "react"}, head="model.fc.1")
