@@ -219,11 +219,8 @@ class Watched:
 
     def __init__(self, spec: Any, alpha: float = 0.05) -> None:
         self.spec, self.alpha = spec, alpha
-        self.problem = (
-            ""
-            if getattr(spec, "fitted", False)
-            else "it is not fitted. Pass ckpt_path= of a checkpoint with its fit, or fit_loader=."
-        )  #: why it cannot score
+        unfitted = "it is not fitted. Pass ckpt_path= of a checkpoint with its fit, or fit_loader=."
+        self.problem = "" if getattr(spec, "fitted", False) else unfitted  #: why it cannot score
         if isinstance(spec, Detector):
             self.adapter = adapters.adopt(spec)
             self.calibrated = spec if isinstance(spec, Calibrated) else Calibrated(spec, alpha)
