@@ -36,15 +36,7 @@ from rmd_plugin.detectors.drift import DriftAlarm, check_level
 from rmd_plugin.detectors.snapshot import NotKeptError, build_detector, restore_snapshot, take_snapshot
 from rmd_plugin.files import detector_options, replacing
 from rmd_plugin.monitor import Callback, fitting
-from rmd_plugin.monitor.features import (
-    BatchEncoder,
-    Encoding,
-    as_linear,
-    is_linear,
-    isolated_rng,
-    split_batch,
-    visiting,
-)
+from rmd_plugin.monitor.features import BatchEncoder, Encoding, as_linear, is_linear, isolated_rng, visiting
 from rmd_plugin.monitor.fitting import Fit, Share, Watched, encode_share, reason_of, runs_together, training_loader
 
 __all__ = ["OODMonitor", "OODMonitorWarning"]
@@ -179,6 +171,7 @@ class OODMonitor(Callback):
         self.drift_alarms: dict[str, DriftAlarm] = {}
         self._metrics = (*METRICS, DETECTED) if calibrate else METRICS
         self._classes: set[int] = set()  # labels of the samples of the last fit
+        self._num_classes = 0  # of the logits; 0 if it is not known
         self._fit_step: int | None = None  # of the last fit in this training, failed or not
         self._saved: dict[str, Any] = {}  # the state of a checkpoint, until the detectors are built
         self._told = WarningCache()
@@ -270,6 +263,7 @@ class OODMonitor(Callback):
         layer = as_linear(layers[head]) if encoder.by_head and head else None
         layer = layer and layer.float()  # as the features are, whatever the precision of the module is
         width, classes = (None, None) if layer is None else (layer.in_features, layer.out_features)
+        self._num_classes = classes or 0
         remedy, model = "" if layer else f"name a linear layer by head= ({encoder.candidates})", encoder.target
         parts = adapters.NetworkParts(
             width, classes, head=layer, has_logits=True, model=model, seed=self.seed, remedy=remedy
@@ -313,10 +307,6 @@ class OODMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add what was recorded to the stream."""
-        if not any(watched.adapter.fitted_on for watched in self._watched.values()):
-            with suppress(Exception):  # then no fit tells which classes there are
-                labels = split_batch(batch)[1] if self.labels is None else self.labels(batch)
-                self._classes |= set(torch.as_tensor(labels).flatten().tolist())
         if self.refit != "stream" or not self._due(trainer):
             return
         stream = self._stream = self._stream or Fit(self._watched, pl_module.device)
@@ -521,7 +511,7 @@ class OODMonitor(Callback):
         is_id, unknown = (source >= 0) & ~(labels < 0), (source >= 0) & (labels < 0)
         problems = [f"the OOD set {ood!r} failed: {reason}" for ood, reason in broken.items()]
         problems += [f"{name!r} failed to score: {reason}" for name, reason in errors.items() if reason]
-        known = set().union(*fitting.gathered(self._classes))
+        known = self._classes or set(range(self._num_classes))  # a label beyond the logits is in no training sample
         for index in source[is_id].unique().tolist():
             classes = set(labels[(source == index) & (labels >= 0)].tolist())
             if classes and known and not classes & known:
